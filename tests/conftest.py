@@ -4,6 +4,7 @@ said at the end of a run."""
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import logging.handlers
 import os
@@ -31,6 +32,7 @@ from tests.support.effort import (
     expects_assertion,
     is_in_part,
 )
+from tests.support.waiting import on_loop
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -52,6 +54,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Else every process has a thread a core, and each small step of torch waits until all of them had their turn.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """A test that is a coroutine function runs on a loop of its own, each example of hypothesis's as well."""
+    drawn = getattr(pyfuncitem.obj, "hypothesis", None)
+    if drawn is not None and inspect.iscoroutinefunction(drawn.inner_test):
+        drawn.inner_test = on_loop(drawn.inner_test)
+    elif inspect.iscoroutinefunction(pyfuncitem.obj):
+        pyfuncitem.obj = on_loop(pyfuncitem.obj)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -23,7 +23,7 @@ from pdtransfer.bus.keys import generate_pair
 from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.wire import Hello, Ping, decode
-from tests.support.waiting import on_loop, wait_for
+from tests.support.waiting import wait_for
 
 SENDS: dict[str, Callable[[set[str]], bool]] = {  # kinds of frames that a listener gets from each
     "junk": lambda kinds: kinds == {"junk"},
@@ -99,7 +99,6 @@ def test_each_flood_sends_to_a_listener_what_its_name_promises(name: str, keyed:
 
 
 @pytest.mark.parametrize("name", [name for names_of in CLIENTS.values() for name in names_of])
-@on_loop
 async def test_a_client_posts_bodies_of_the_largest_size(name: str) -> None:
     bodies = list[bytes]()
 
@@ -133,7 +132,6 @@ def test_an_attacker_is_a_process_that_counts_until_it_is_asked_to_end() -> None
         assert done[0] > 0
 
 
-@on_loop
 async def test_clients_count_what_is_answered_refused_and_lost(tmp_path: Path) -> None:
     answers = itertools.cycle((200, 503, 0))
 

@@ -21,7 +21,7 @@ from pdtransfer_lab.bench.fleets.storms import ROW, Known, Storm, StormAnswer, S
 from pdtransfer_lab.commands.comparisons import bench as app
 
 from pdtransfer.transports.mooncake.host import why_not
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 ONE = Known("abc", 2, {"tokens_digest": "01", "logits_digest": "02", "kv_digest": "03"})
 FACTS = {**ONE.digests, "prefill": "prefill-0", "decode": "decode-0"}
@@ -113,7 +113,6 @@ def test_a_request_that_outlasts_its_deadline_hangs_but_for_a_frozen_routers_tim
         assert asyncio.run(asked((0.0, time.monotonic() + 60))).verdict == "right"
 
 
-@on_loop
 async def test_a_supervisor_starts_a_killed_worker_once_it_is_released_and_reports_how_long_that_took(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from tests.lab.two_gpu.clients import fill, holds, tensor_of
 from tests.support.card_process import CardProcess
 from tests.support.layout_tensors import CANARY
 from tests.support.shm_pair import WRITER
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 ARENA_BYTES, HBM_BYTES = 64 << 20, 256 << 20
 STILL_S = 0.3
@@ -63,7 +63,6 @@ async def changes(part: Callable[[], torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "forked"])
 @pytest.mark.parametrize("memory", ["arena", "hbm"])
-@on_loop
 async def test_slots_of_a_killed_writer_are_quiet_only_after_the_last_write_and_others_are_never_touched(
     devices: tuple[str, str], memory: str, forked: bool, arena: ArenaMemory, tmp_path: Path
 ) -> None:

@@ -17,12 +17,11 @@ from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Goodbye, Grant, Message, Part, Ping, Pong, Reject, encode
 from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, pair
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 __all__ = ["context"]  # a fixture
 
 
-@on_loop
 async def test_messages_pass_both_ways_in_order_under_the_nodes_name() -> None:
     async with Node("prefill") as prefill, Node("decode") as decode_node:
         peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d0")
@@ -35,7 +34,6 @@ async def test_messages_pass_both_ways_in_order_under_the_nodes_name() -> None:
         assert (decode_node.bus.received, decode_node.bus.sent) == (500, 500)
 
 
-@on_loop
 async def test_with_keys_a_peer_is_the_allow_lists_name_whatever_its_hello_names() -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"decode-7": d}) as prefill, Node("d", d, {"prefill-1": p}) as decode_node:
@@ -45,7 +43,6 @@ async def test_with_keys_a_peer_is_the_allow_lists_name_whatever_its_hello_names
         assert peer.startswith(p.public)
 
 
-@on_loop
 async def test_the_address_of_a_peer_is_that_of_its_connection_and_none_once_it_has_none() -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"decode-7": d}) as prefill:
@@ -58,7 +55,6 @@ async def test_the_address_of_a_peer_is_that_of_its_connection_and_none_once_it_
         await until(lambda: prefill.bus.address_of("key:decode-7") == "")
 
 
-@on_loop
 async def test_the_largest_frame_of_the_protocol_passes_encrypted() -> None:
     p, d = pair(), pair()
     part = Part(0, 0, 1, b"\1" * (1 << 20))
@@ -77,7 +73,6 @@ def with_extents(part: Part, size: int) -> Part:
     return Part(part.component, part.first_row, part.rows, b"\1" * size)
 
 
-@on_loop
 async def test_a_message_sent_just_before_close_arrives() -> None:
     # Megabytes queue before the Goodbye, so that it is unsent when the bus closes.
     limits = replace(LIMITS, linger_ms=10_000, unread_frames_max=1 << 20)
@@ -100,7 +95,6 @@ async def test_a_message_sent_just_before_close_arrives() -> None:
         await until(lambda: prefill.received[-1:] == [(peer, Goodbye(8, "shutdown"))])
 
 
-@on_loop
 async def test_a_message_is_received_though_a_send_consumed_its_signal(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -121,7 +115,6 @@ async def test_a_message_is_received_though_a_send_consumed_its_signal(
         await until(lambda: decode_node.received == [(peer, Pong(2))])
 
 
-@on_loop
 async def test_an_exception_of_the_node_stops_nothing() -> None:
     async with Node("p") as prefill, Node("d") as decode_node:
         failures: list[object] = []
@@ -141,7 +134,6 @@ async def test_an_exception_of_the_node_stops_nothing() -> None:
         assert [type(failure) for failure in failures] == [ZeroDivisionError] * 50
 
 
-@on_loop
 async def test_unlisted_keys_are_refused_at_the_handshake_and_listed_peers_go_on(
     context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,7 +163,6 @@ async def test_unlisted_keys_are_refused_at_the_handshake_and_listed_peers_go_on
         assert stranger.public in caplog.text
 
 
-@on_loop
 async def test_refused_handshakes_are_counted_and_logged_at_a_bounded_rate(
     context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,7 +174,6 @@ async def test_refused_handshakes_are_counted_and_logged_at_a_bounded_rate(
         assert len([record for record in caplog.records if "allow-list" in record.message]) == 1
 
 
-@on_loop
 async def test_nothing_is_sent_to_a_listener_with_another_key_than_the_pinned_one() -> None:
     p, d, other = pair(), pair(), pair()
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p, "o": other}) as decode_node:
@@ -193,7 +183,6 @@ async def test_nothing_is_sent_to_a_listener_with_another_key_than_the_pinned_on
         assert not decode_node.bus.send(wrong, hello("d"))
 
 
-@on_loop
 async def test_only_endpoints_that_the_keys_allow_are_dialled() -> None:
     p, d, stranger = pair(), pair(), pair()
     async with Node("d", d, {"p": p}, replace(LIMITS, dials_max=1)) as keyed, Node("n") as keyless:
@@ -213,7 +202,6 @@ async def test_only_endpoints_that_the_keys_allow_are_dialled() -> None:
         keyed.bus.dial(f"{p.public}@tcp://127.0.0.1:10", "prefill")
 
 
-@on_loop
 async def test_bind_takes_the_first_free_port_of_a_range_and_returns_it() -> None:
     async with Node("a") as a, Node("b") as b, Node("c") as c:
         first = int((await a.bus.bind(ANY_PORT)).rpartition(":")[2])
@@ -226,7 +214,6 @@ async def test_bind_takes_the_first_free_port_of_a_range_and_returns_it() -> Non
         assert await c.bus.bind(ANY_PORT)
 
 
-@on_loop
 async def test_bind_accepts_ipv6() -> None:
     probe = tcp.socket(tcp.AF_INET6)
     try:
@@ -241,7 +228,6 @@ async def test_bind_accepts_ipv6() -> None:
         await decode_node.ping(await decode_node.meet(bound, "d"), 1)
 
 
-@on_loop
 async def test_an_address_that_can_never_be_bound_is_a_config_error() -> None:
     async with Node("p") as node:
         for endpoint, named in (
@@ -259,7 +245,6 @@ async def test_an_address_that_can_never_be_bound_is_a_config_error() -> None:
         assert await node.bus.bind("tcp://0.0.0.0:0")
 
 
-@on_loop
 async def test_a_connection_must_open_with_hello(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT))
@@ -274,7 +259,6 @@ async def test_a_connection_must_open_with_hello(context: zmq.Context[zmq.Socket
         assert prefill.bus.refused == 2
 
 
-@on_loop
 async def test_a_connections_name_is_fixed_by_its_first_hello(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -291,7 +275,6 @@ async def test_a_connections_name_is_fixed_by_its_first_hello(context: zmq.Conte
         assert thief.quiet
 
 
-@on_loop
 async def test_a_name_that_cannot_be_printed_is_refused(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT))
@@ -302,7 +285,6 @@ async def test_a_name_that_cannot_be_printed_is_refused(context: zmq.Context[zmq
         assert prefill.received == []
 
 
-@on_loop
 async def test_a_newer_process_supersedes_the_connection_of_the_older_one_of_its_name(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -325,7 +307,6 @@ async def test_a_newer_process_supersedes_the_connection_of_the_older_one_of_its
         assert [message for _, message in prefill.received] == [hello("d"), Ping(1), hello("d", 8), Ping(2)]
 
 
-@on_loop
 async def test_a_second_connection_of_one_process_costs_the_first_nothing(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -347,7 +328,6 @@ async def test_a_second_connection_of_one_process_costs_the_first_nothing(
         assert prefill.refusals == []
 
 
-@on_loop
 async def test_a_restarted_process_with_the_same_key_gets_the_replies(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"d": d}) as prefill:
@@ -363,7 +343,6 @@ async def test_a_restarted_process_with_the_same_key_gets_the_replies(context: z
         assert old.quiet
 
 
-@on_loop
 async def test_without_keys_two_endpoints_are_one_process_only_at_one_address() -> None:
     async with Node("d") as node, Node("p") as prefill, Node("q") as other:
         endpoints = [await prefill.bus.bind(ANY_PORT), await other.bus.bind(ANY_PORT)]
@@ -376,7 +355,6 @@ async def test_without_keys_two_endpoints_are_one_process_only_at_one_address() 
         await until(lambda: not node.bus.may_be_one(first, second), "nothing is known of what is not connected")
 
 
-@on_loop
 async def test_with_keys_two_endpoints_are_one_process_if_they_have_its_key() -> None:
     d, p, q = pair(), pair(), pair()
     async with Node("d", d, {"p": p, "q": q}) as node:

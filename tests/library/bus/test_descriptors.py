@@ -11,10 +11,9 @@ from pdtransfer.errors import WorldError
 from tests.support.bus_peers import ANY_PORT, LIMITS, Node, hello
 from tests.support.internals import dialled_by
 from tests.support.processes import no_descriptors
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 
-@on_loop
 async def test_dead_endpoints_leave_descriptors_for_a_living_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eighty of them once took all 256 of a process: three each, four once they answer, five with a session's line."""
     monkeypatch.setattr(dialled.resource, "getrlimit", lambda _: (256, 256))
@@ -31,7 +30,6 @@ async def test_dead_endpoints_leave_descriptors_for_a_living_one(monkeypatch: py
         assert len(dialled_by(bus)) == 38
 
 
-@on_loop
 async def test_an_endpoint_without_descriptors_takes_those_of_one_that_was_never_reached() -> None:
     async with Node("p") as prefill, Node("d", limits=replace(LIMITS, redial_ms=60_000)) as decode_node:
         bus, bound = decode_node.bus, await prefill.bus.bind(ANY_PORT)

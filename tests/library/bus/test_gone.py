@@ -14,7 +14,7 @@ from pdtransfer.bus.gone import ENDED, UNACKNOWLEDGED, AbsentPeers
 from pdtransfer.bus.line import OPENING
 from tests.support.bus_peers import ANY_PORT, LIMITS, Node, rebind
 from tests.support.internals import dialled_by
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 QUICK = replace(LIMITS, audit_ms=20)
 LISTENER = """
@@ -46,7 +46,6 @@ class Process:
         self.process.stdout.close()
 
 
-@on_loop
 async def test_a_listener_that_is_killed_is_gone_and_its_successor_is_not() -> None:
     async with Node("d", limits=QUICK) as decode_node:
         with Process() as prefill:
@@ -60,7 +59,6 @@ async def test_a_listener_that_is_killed_is_gone_and_its_successor_is_not() -> N
             await until(lambda: decode_node.gone == {})
 
 
-@on_loop
 async def test_a_listener_that_is_frozen_is_not_gone_even_where_its_connection_ends() -> None:
     async with Node("d", limits=QUICK) as decode_node:
         with Process() as prefill:
@@ -76,7 +74,6 @@ async def test_a_listener_that_is_frozen_is_not_gone_even_where_its_connection_e
                 assert decode_node.gone == {}
 
 
-@on_loop
 async def test_a_dialler_that_is_gone_is_known_to_its_listener_and_one_that_is_back_is_not() -> None:
     async with Node("p", limits=QUICK) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -89,7 +86,6 @@ async def test_a_dialler_that_is_gone_is_known_to_its_listener_and_one_that_is_b
             await until(lambda: prefill.gone == {})
 
 
-@on_loop
 async def test_a_dialler_whose_connection_ends_and_whose_line_stands_is_not_gone() -> None:
     async with Node("p", limits=QUICK) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -106,7 +102,6 @@ async def test_a_dialler_whose_connection_ends_and_whose_line_stands_is_not_gone
         await until(lambda: prefill.gone == {"node:d": ENDED.text})
 
 
-@on_loop
 async def test_an_endpoint_where_nothing_listens_is_gone_from_the_start() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -163,7 +158,6 @@ def test_few_absent_peers_are_kept_and_none_for_long() -> None:
     assert absent.check([], lambda _: False, QUICK.absent_kept_ms / 1e3) == {}
 
 
-@on_loop
 async def test_a_host_that_acknowledges_is_not_gone() -> None:
     async with Node("p", limits=QUICK) as prefill, Node("d", limits=QUICK) as decode_node:
         peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")

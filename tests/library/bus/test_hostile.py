@@ -23,12 +23,11 @@ from pdtransfer.wire import Grant, Granted, Hello, Message, Part, Ping, Pong, Re
 from tests.library.bus.zmtp import Zmtp, frame
 from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, pair
 from tests.support.internals import audited, connections_of, dialled_by, route_of
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 __all__ = ["context"]  # a fixture
 
 
-@on_loop
 async def test_a_routing_id_chosen_by_the_dialler_is_refused(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT), routing_id=b"decode")
@@ -40,7 +39,6 @@ async def test_a_routing_id_chosen_by_the_dialler_is_refused(context: zmq.Contex
         assert prefill.received == []
 
 
-@on_loop
 async def test_the_authenticator_replaces_the_routing_id_that_a_listed_key_chose(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -56,7 +54,6 @@ async def test_the_authenticator_replaces_the_routing_id_that_a_listed_key_chose
             assert (route[:1], len(route)) == (b"\1", 9)
 
 
-@on_loop
 async def test_choosing_a_connected_peers_routing_id_receives_none_of_its_messages(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -77,7 +74,6 @@ async def test_choosing_a_connected_peers_routing_id_receives_none_of_its_messag
         assert [name for name, _ in prefill.received] == ["key:victim"] * 2 + ["key:thief"] * 2
 
 
-@on_loop
 async def test_choosing_a_closed_peers_routing_id_gives_no_other_name(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -105,7 +101,6 @@ async def test_choosing_a_closed_peers_routing_id_gives_no_other_name(
         assert [name for name, _ in prefill.received] == ["key:victim"] * 2 + ["key:thief"] * 2
 
 
-@on_loop
 async def test_a_breach_names_its_field_and_mutes_only_its_connection(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -136,7 +131,6 @@ def unmute(node: Node, name: str, mute_s: float) -> None:
     muted.muted_until = now
 
 
-@on_loop
 async def test_junk_of_any_kind_is_refused_and_the_bus_goes_on(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p", limits=replace(LIMITS, mute_ms=0)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -152,7 +146,6 @@ async def test_junk_of_any_kind_is_refused_and_the_bus_goes_on(context: zmq.Cont
         assert await good.receive() == Pong(1)
 
 
-@on_loop
 async def test_an_oversize_frame_ends_its_connection_and_no_other(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -167,7 +160,6 @@ async def test_an_oversize_frame_ends_its_connection_and_no_other(context: zmq.C
         assert len(prefill.received) == 3
 
 
-@on_loop
 async def test_a_message_of_several_frames_is_a_breach_however_many(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p", limits=replace(LIMITS, mute_ms=0)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -183,7 +175,6 @@ async def test_a_message_of_several_frames_is_a_breach_however_many(context: zmq
         assert [(name, error.field) for name, error in prefill.refusals] == [("node:bad", "frames")] * 2
 
 
-@on_loop
 async def test_a_breach_of_a_dialled_peer_is_reported_with_its_endpoint(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -202,7 +193,6 @@ async def test_a_breach_of_a_dialled_peer_is_reported_with_its_endpoint(
         assert isinstance(decode(router.recv_multipart()[1]), Reject)
 
 
-@on_loop
 async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     limits = replace(LIMITS, turn_messages=16)
     async with Node("p", limits=limits) as prefill:
@@ -234,7 +224,6 @@ async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: z
         assert places[-1] < 10_000
 
 
-@on_loop
 async def test_a_peer_that_does_not_read_blocks_no_other(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p", limits=replace(LIMITS, send_queue=8)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -253,7 +242,6 @@ async def test_a_peer_that_does_not_read_blocks_no_other(context: zmq.Context[zm
         assert await good.receive() == Pong(1)
 
 
-@on_loop
 async def test_sending_to_a_closed_peer_returns_false(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill, Node("d") as decode_node:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT))
@@ -271,7 +259,6 @@ async def test_sending_to_a_closed_peer_returns_false(context: zmq.Context[zmq.S
         assert not decode_node.bus.send(peer, Ping(1))
 
 
-@on_loop
 async def test_a_listener_that_does_not_read_blocks_no_other(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     router = context.socket(zmq.ROUTER)
     router.set(zmq.RCVHWM, 1)
@@ -286,7 +273,6 @@ async def test_a_listener_that_does_not_read_blocks_no_other(context: zmq.Contex
         await decode_node.ping(await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d"), 1)
 
 
-@on_loop
 @pytest.mark.parametrize(
     ("limits", "message"),
     [(replace(LIMITS, unread_bytes_max=1 << 20), LARGE), (replace(LIMITS, unread_frames_max=5_000), Ping(1))],
@@ -325,7 +311,6 @@ async def test_a_peer_that_floods_is_disconnected_and_banned_for_a_while(
         assert await raw.receive() == Pong(4)
 
 
-@on_loop
 @pytest.mark.parametrize("dialled_frames_max", [1 << 20, 5_000])
 async def test_a_dialled_peer_may_leave_more_unread_which_is_no_silence_of_it(
     dialled_frames_max: int, context: zmq.Context[zmq.Socket[bytes]]
@@ -355,7 +340,6 @@ async def test_a_dialled_peer_may_leave_more_unread_which_is_no_silence_of_it(
         assert not node.bus.behind("tcp://127.0.0.1:1")
 
 
-@on_loop
 async def test_an_endless_first_message_closes_its_connection(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -392,7 +376,6 @@ def test_a_connection_that_was_ended_is_not_reported_twice(monkeypatch: pytest.M
             assert not found.backlogged(BusLimits(unread_bytes_max=100))
 
 
-@on_loop
 async def test_unread_bytes_are_exact(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     p, d = pair(), pair()
     for keys, allowed in ((None, None), (p, {"d": d})):
@@ -414,7 +397,6 @@ async def test_unread_bytes_are_exact(context: zmq.Context[zmq.Socket[bytes]]) -
             assert tcp.unread_bytes == handshake
 
 
-@on_loop
 async def test_a_muted_connection_that_keeps_sending_is_closed(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p", limits=replace(LIMITS, mute_ms=60_000, hostile_max=100)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -431,7 +413,6 @@ async def test_a_muted_connection_that_keeps_sending_is_closed(context: zmq.Cont
 
 
 @pytest.mark.parametrize("hostile", [True, False], ids=["junk", "late messages"])
-@on_loop
 async def test_a_key_is_banned_for_what_is_hostile_and_not_for_what_a_dead_process_has_left(
     context: zmq.Context[zmq.Socket[bytes]], hostile: bool
 ) -> None:
@@ -455,7 +436,6 @@ async def test_a_key_is_banned_for_what_is_hostile_and_not_for_what_a_dead_proce
             assert await later.receive() == Pong(5)
 
 
-@on_loop
 async def test_large_frames_take_turns_by_their_bytes(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     # After the small Hello alone, a slow loop would take this many bytes for a flood of small frames.
     async with Node("p", limits=replace(LIMITS, turn_bytes=1, unread_frames_max=1 << 20)) as prefill:
@@ -470,7 +450,6 @@ async def test_large_frames_take_turns_by_their_bytes(context: zmq.Context[zmq.S
         assert max(bursts) <= 2
 
 
-@on_loop
 async def test_a_connection_without_a_greeting_is_closed() -> None:
     async with Node("p", limits=replace(LIMITS, handshake_ms=100)) as prefill:
         port = int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2])
@@ -479,7 +458,6 @@ async def test_a_connection_without_a_greeting_is_closed() -> None:
         writer.close()
 
 
-@on_loop
 async def test_a_revoked_peer_is_cut_off_and_the_others_go_on(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -513,7 +491,6 @@ async def test_a_revoked_peer_is_cut_off_and_the_others_go_on(
         assert await back.receive() == Pong(8)
 
 
-@on_loop
 async def test_a_revoked_key_loses_the_lines_of_its_sessions_and_no_other_does(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -539,7 +516,6 @@ async def test_a_revoked_key_loses_the_lines_of_its_sessions_and_no_other_does(
             line.close()
 
 
-@on_loop
 async def test_a_renamed_key_must_send_hello_again(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -556,7 +532,6 @@ async def test_a_renamed_key_must_send_hello_again(
         assert prefill.received[-1] == ("key:new", Ping(3))
 
 
-@on_loop
 async def test_a_peer_that_causes_many_rejects_is_muted(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p", limits=replace(LIMITS, mute_ms=60_000, costs_max=12)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -580,7 +555,6 @@ async def test_a_peer_that_causes_many_rejects_is_muted(context: zmq.Context[zmq
         assert ("node:bad", Ping(2)) not in prefill.received
 
 
-@on_loop
 async def test_a_peer_that_repeats_hello_or_what_is_turned_away_is_muted(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -597,7 +571,6 @@ async def test_a_peer_that_repeats_hello_or_what_is_turned_away_is_muted(
         assert await good.receive() == Pong(3)
 
 
-@on_loop
 async def test_unreachable_endpoints_make_room_for_others() -> None:
     async with Node("p") as prefill, Node("d", limits=replace(LIMITS, dials_max=3)) as decode_node:
         bus, bound = decode_node.bus, await prefill.bus.bind(ANY_PORT)
@@ -611,7 +584,6 @@ async def test_unreachable_endpoints_make_room_for_others() -> None:
         await decode_node.ping(other, 1)
 
 
-@on_loop
 async def test_a_key_may_claim_only_its_listed_roles(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -638,7 +610,6 @@ def replace_role(message: Hello, role: str) -> Hello:
     return msgspec.structs.replace(message, identity=msgspec.structs.replace(message.identity, role=role))
 
 
-@on_loop
 async def test_a_peer_that_disconnects_before_it_is_revoked_is_reported_too(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -656,7 +627,6 @@ async def test_a_peer_that_disconnects_before_it_is_revoked_is_reported_too(
         assert prefill.bus.allow(AllowList({g.public: "good"})) == []
 
 
-@on_loop
 async def test_the_connection_to_a_revoked_listener_is_closed() -> None:
     p, d, other = pair(), pair(), pair()
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p, "o": other}) as decode_node:
@@ -696,7 +666,6 @@ class Replayer:
         self._onward.write(piece)
 
 
-@on_loop
 async def test_a_session_replayed_on_another_connection_is_refused() -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
@@ -716,7 +685,6 @@ async def test_a_session_replayed_on_another_connection_is_refused() -> None:
         writer.close()
 
 
-@on_loop
 async def test_a_frame_replayed_on_its_connection_closes_it() -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
@@ -776,7 +744,6 @@ def test_a_frame_whose_connection_has_ended_has_none() -> None:
     assert sockets.address_of_frame(junk) == "an ended connection"
 
 
-@on_loop
 async def test_a_connection_that_ended_as_it_was_accepted_is_refused_and_raises_nothing() -> None:
     """ZMQ delivers its first message without an address then."""
     async with Node("p") as prefill:

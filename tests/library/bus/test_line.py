@@ -34,7 +34,7 @@ from pdtransfer.wire import (
 )
 from tests.support.bus_peers import ANY_PORT, LIMITS, Node
 from tests.support.internals import lines_of
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 SESSION = 5
 LANDED = Landed(SESSION, 1, 4_096, b"aux", b"")
@@ -75,7 +75,6 @@ class Ends:
             received += part
 
 
-@on_loop
 async def test_frames_come_whole_and_in_order_however_they_are_cut() -> None:
     ends = Ends()
     frames = [b"", b"a", b"b" * 300, b"c" * LIMITS.line_bytes_max]
@@ -88,7 +87,6 @@ async def test_frames_come_whole_and_in_order_however_they_are_cut() -> None:
     ends.line.close()
 
 
-@on_loop
 async def test_a_turn_takes_a_bounded_number_of_frames() -> None:
     ends = Ends(turn_messages=4)
     ends.send(*[b"x"] * 10)
@@ -101,7 +99,6 @@ async def test_a_turn_takes_a_bounded_number_of_frames() -> None:
     ends.line.close()
 
 
-@on_loop
 async def test_an_exception_of_the_node_costs_no_frame_behind_it() -> None:
     ends, faults = Ends(broken=1), list[str]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context.get("exception"))))
@@ -111,7 +108,6 @@ async def test_an_exception_of_the_node_costs_no_frame_behind_it() -> None:
     ends.line.close()
 
 
-@on_loop
 async def test_a_line_sends_nothing_before_its_peer_has_opened_it() -> None:
     ends = Ends(greeted=False)
     assert not ends.line.send(b"early")
@@ -124,7 +120,6 @@ async def test_a_line_sends_nothing_before_its_peer_has_opened_it() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"x", OPENING[:7] + b"!", b"\0" * 40])
-@on_loop
 async def test_another_opening_ends_the_line(sent: bytes) -> None:
     ends = Ends(greeted=False)
     ends.theirs.sendall(sent)
@@ -133,7 +128,6 @@ async def test_another_opening_ends_the_line(sent: bytes) -> None:
     assert not ends.line.send(b"x")
 
 
-@on_loop
 async def test_a_frame_that_is_announced_too_long_ends_the_line_unread() -> None:
     ends = Ends()
     ends.theirs.sendall(pack("<I", LIMITS.line_bytes_max + 1))
@@ -142,7 +136,6 @@ async def test_a_frame_that_is_announced_too_long_ends_the_line_unread() -> None
     assert ends.taken == []
 
 
-@on_loop
 async def test_a_line_whose_peer_does_not_read_takes_no_more_and_cuts_no_frame() -> None:
     ends = Ends()
     frame, sent = b"f" * 9_000, 0
@@ -170,7 +163,6 @@ def narrow(ends: Ends) -> None:
     ends.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
 
-@on_loop
 async def test_a_frame_that_the_kernel_takes_a_part_of_arrives_whole_and_nothing_comes_between() -> None:
     ends = Ends()
     narrow(ends)
@@ -192,7 +184,6 @@ async def test_a_frame_that_the_kernel_takes_a_part_of_arrives_whole_and_nothing
     ends.line.close()
 
 
-@on_loop
 async def test_a_line_that_ends_within_a_frame_names_it() -> None:
     ends = Ends()
     narrow(ends)
@@ -206,7 +197,6 @@ async def test_a_line_that_ends_within_a_frame_names_it() -> None:
 
 
 @pytest.mark.parametrize("reads", [False, True])
-@on_loop
 async def test_a_line_that_nobody_reads_takes_nothing_more(reads: bool) -> None:
     """As one that its peer has closed where a forked child still holds it: it would swallow what is sent."""
     ends = Ends(line_unread_ms=50)
@@ -221,7 +211,6 @@ async def test_a_line_that_nobody_reads_takes_nothing_more(reads: bool) -> None:
     ends.line.close()
 
 
-@on_loop
 async def test_a_closed_line_ends_although_a_forked_child_has_its_descriptor() -> None:
     """A child has what os.dup makes here: another descriptor of the same connection."""
     ends = Ends()
@@ -235,7 +224,6 @@ async def test_a_closed_line_ends_although_a_forked_child_has_its_descriptor() -
     os.close(inherited)
 
 
-@on_loop
 async def test_what_has_been_sent_is_read_at_once_and_within_a_bound() -> None:
     ends = Ends(line_queue_frames=100)
     ends.send(*[b"x"] * 90)
@@ -250,7 +238,6 @@ async def test_what_has_been_sent_is_read_at_once_and_within_a_bound() -> None:
     ends.line.read_now()
 
 
-@on_loop
 async def test_what_is_read_at_once_and_not_taken_yet_is_bounded() -> None:
     """A peer that sends without end, by the line and by ZMQ, makes nobody hold more than twice what a line holds."""
     ends, accepted = Ends(line_queue_frames=1), 0
@@ -281,7 +268,6 @@ async def joined() -> AsyncIterator[tuple[Node, Node, str]]:
         yield prefill, decode_node, peer
 
 
-@on_loop
 async def test_what_is_sent_about_grants_goes_by_the_line_and_all_else_by_zmq() -> None:
     async with Node("p") as prefill, Node("d") as decode_node:  # they have no connection by ZMQ
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -300,7 +286,6 @@ async def test_what_is_sent_about_grants_goes_by_the_line_and_all_else_by_zmq() 
         assert (decode_node.bus.received, prefill.bus.received) == (1, 2)
 
 
-@on_loop
 async def test_a_frame_too_long_for_the_line_goes_by_zmq() -> None:
     async with joined() as (prefill, decode_node, peer):
         grant = Grant(SESSION, 1, 1, 1, 0, (Part(0, 0, 1, bytes(LIMITS.line_bytes_max)),), True, 1)
@@ -321,7 +306,6 @@ def replace_session(landed: Landed, session: int) -> Landed:
         (b"\xc1", "frame: not msgpack"),
     ],
 )
-@on_loop
 async def test_a_breach_ends_the_line_and_messages_go_by_zmq(sent: bytes, field: str) -> None:
     async with joined() as (prefill, decode_node, peer):
         assert lines_of(prefill.bus)[SESSION].send(sent)
@@ -338,7 +322,6 @@ async def test_a_breach_ends_the_line_and_messages_go_by_zmq(sent: bytes, field:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("last", [Goodbye(7, "shutdown"), Reject(SESSION, "shutdown", ()), Ping(1)])
-@on_loop
 async def test_what_a_peer_has_sent_by_a_line_comes_before_what_it_sends_by_zmq(last: Message, side: str) -> None:
     """However many frames a turn of the loop takes of a line, and however late that turn comes."""
     async with joined() as (prefill, decode_node, peer):
@@ -356,7 +339,6 @@ async def test_what_a_peer_has_sent_by_a_line_comes_before_what_it_sends_by_zmq(
         assert receiver.received == [(source, message) for message in (*sent, last)]
 
 
-@on_loop
 async def test_the_lines_of_a_process_and_no_others_are_read_before_its_messages_by_any_of_its_names() -> None:
     async with joined() as (prefill, decode_node, peer), Node("q") as other:
         alias = await decode_node.meet(peer.replace("127.0.0.1", "localhost"), "d")
@@ -385,7 +367,6 @@ async def test_the_lines_of_a_process_and_no_others_are_read_before_its_messages
         assert not strangers_reads
 
 
-@on_loop
 async def test_a_message_that_its_line_does_not_take_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with joined() as (_, decode_node, peer):
         encoded: list[Message] = []
@@ -396,7 +377,6 @@ async def test_a_message_that_its_line_does_not_take_is_encoded_once(monkeypatch
         assert encoded == [grant, Released(SESSION, 1)]
 
 
-@on_loop
 async def test_a_frame_that_a_line_has_begun_goes_by_zmq_when_the_line_ends() -> None:
     async with joined() as (prefill, decode_node, peer):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -411,14 +391,12 @@ async def test_a_frame_that_a_line_has_begun_goes_by_zmq_when_the_line_ends() ->
         theirs.close()
 
 
-@on_loop
 async def test_a_reject_of_another_peers_session_ends_no_line() -> None:
     async with joined() as (prefill, _, __):
         prefill.bus.send("node:x", Reject(SESSION, "breach", ()))
         assert list(lines_of(prefill.bus)) == [SESSION]
 
 
-@on_loop
 async def test_there_are_no_more_lines_than_the_processs_descriptors_are_enough_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -440,7 +418,6 @@ async def test_there_are_no_more_lines_than_the_processs_descriptors_are_enough_
 
 
 @pytest.mark.parametrize("way", ["detach", "hang_up", "close", "reject", "goodbye"])
-@on_loop
 async def test_a_line_ends_with_its_session_its_peer_and_its_bus(way: str) -> None:
     async with joined() as (prefill, decode_node, peer):
         match way:

@@ -17,12 +17,11 @@ from pdtransfer.bus.sockets import resolve
 from pdtransfer.wire import Goodbye, Ping, Reject
 from tests.support.bus_peers import ANY_PORT, LIMITS, Node, Raw, context, hello, pair, rebind
 from tests.support.internals import dialled_by
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 __all__ = ["context"]  # a fixture
 
 
-@on_loop
 async def test_a_restarted_listener_receives_hello_first_and_nothing_stale() -> None:
     async with Node("d") as decode_node:
         first = Node("p")
@@ -41,7 +40,6 @@ async def test_a_restarted_listener_receives_hello_first_and_nothing_stale() -> 
             assert next(each for each in more if each != opening) == ("node:d", Ping(3))
 
 
-@on_loop
 async def test_hello_is_sent_again_to_a_listener_that_forgot_it() -> None:
     async with Node("p") as prefill, Node("d") as decode_node:
         peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
@@ -54,7 +52,6 @@ async def test_hello_is_sent_again_to_a_listener_that_forgot_it() -> None:
         assert not [message for _, message in decode_node.received if isinstance(message, Reject)]
 
 
-@on_loop
 async def test_unread_messages_of_a_closed_peer_are_dropped_silently(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -78,7 +75,6 @@ async def test_unread_messages_of_a_closed_peer_are_dropped_silently(
 
 
 @pytest.mark.parametrize("at_first", ["does not list us", "has no keys"])
-@on_loop
 async def test_an_endpoint_that_refused_us_is_dialled_until_it_accepts(
     at_first: str, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
@@ -113,7 +109,6 @@ async def test_an_endpoint_that_refused_us_is_dialled_until_it_accepts(
         ("has no keys", "protocol mismatch; does only one side have keys?"),
     ],
 )
-@on_loop
 async def test_the_log_gives_the_reason_for_a_missing_connection(
     listener: str, text: str, context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,7 +128,6 @@ async def test_the_log_gives_the_reason_for_a_missing_connection(
         assert f"no connection to {p.public}@{bound}: " in caplog.text
 
 
-@on_loop
 async def test_an_outage_is_logged_a_bounded_number_of_times(caplog: pytest.LogCaptureFixture) -> None:
     async with Node("d", limits=replace(LIMITS, redial_ms=10, redial_ms_max=40)) as decode_node:
         listener = Node("p")
@@ -149,7 +143,6 @@ async def test_an_outage_is_logged_a_bounded_number_of_times(caplog: pytest.LogC
         assert caplog.text.count("no connection") == 4
 
 
-@on_loop
 async def test_nothing_is_dialled_after_hanging_up(caplog: pytest.LogCaptureFixture) -> None:
     async with Node("d", limits=replace(LIMITS, redial_ms=20, redial_ms_max=40)) as decode_node:
         peer = decode_node.bus.dial("tcp://127.0.0.1:9", "prefill")
@@ -162,7 +155,6 @@ async def test_nothing_is_dialled_after_hanging_up(caplog: pytest.LogCaptureFixt
         assert not dialled.connected
 
 
-@on_loop
 async def test_names_resolve_to_ipv4_first() -> None:
     async def answer(*_: object, **__: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
         return [(0, 0, 0, "", (address, 0)) for address in ("::1", "127.0.0.1", "::1", "127.0.0.2")]
@@ -171,7 +163,6 @@ async def test_names_resolve_to_ipv4_first() -> None:
     assert await resolve(loop, "prefill-0.kv") == ["127.0.0.1", "127.0.0.2", "::1"]
 
 
-@on_loop
 async def test_every_address_of_a_name_is_dialled_and_the_name_resolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -190,7 +181,6 @@ async def test_every_address_of_a_name_is_dialled_and_the_name_resolved_again(mo
         assert len(asked) >= 2
 
 
-@on_loop
 async def test_descriptors_and_threads_return_after_close() -> None:
     p, d = pair(), pair()
 

@@ -13,7 +13,7 @@ from pdtransfer.errors import ConfigError
 from pdtransfer.wire import VERSION, Hello, Message, Ping, Pong, Reject, Welcome
 from tests.support.bus_peers import ANY_PORT, Node, Raw, context, hello, pair
 from tests.support.internals import dialled_by
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 __all__ = ["context"]
 
@@ -40,7 +40,6 @@ class Answering(Node):
 
 
 @pytest.mark.parametrize(("listed_role", "role"), PAIRS)
-@on_loop
 async def test_a_peer_is_dialled_in_a_listed_role_alone(listed_role: str, role: str) -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"d": d}) as listener, Node("d", d, {"peer": p}) as dialler:
@@ -55,7 +54,6 @@ async def test_a_peer_is_dialled_in_a_listed_role_alone(listed_role: str, role: 
 
 
 @pytest.mark.parametrize(("listed_role", "role"), PAIRS)
-@on_loop
 async def test_a_dialled_peer_is_cut_off_once_its_role_is_taken_away(listed_role: str, role: str) -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"d": d}) as listener, Node("d", d, {"peer": p}) as dialler:
@@ -74,7 +72,6 @@ async def test_a_dialled_peer_is_cut_off_once_its_role_is_taken_away(listed_role
 
 @pytest.mark.parametrize(("dialled_role", "role"), PAIRS)
 @pytest.mark.parametrize("keyed", [True, False], ids=["keys", "no keys"])
-@on_loop
 async def test_a_welcome_in_another_role_than_the_dialled_one_is_a_refusal(
     keyed: bool, dialled_role: str, role: str
 ) -> None:
@@ -95,7 +92,6 @@ async def test_a_welcome_in_another_role_than_the_dialled_one_is_a_refusal(
 
 
 @pytest.mark.parametrize(("listed_role", "role"), PAIRS)
-@on_loop
 async def test_a_peer_that_dials_claims_a_listed_role_alone(
     context: zmq.Context[zmq.Socket[bytes]], listed_role: str, role: str
 ) -> None:
@@ -114,7 +110,6 @@ async def test_a_peer_that_dials_claims_a_listed_role_alone(
 
 
 @pytest.mark.parametrize(("listed_role", "role"), PAIRS)
-@on_loop
 async def test_a_peer_that_dialled_is_cut_off_once_its_role_is_taken_away(
     context: zmq.Context[zmq.Socket[bytes]], listed_role: str, role: str
 ) -> None:
@@ -134,7 +129,6 @@ async def test_a_peer_that_dialled_is_cut_off_once_its_role_is_taken_away(
         await until(lambda: raw.was_cut_off)
 
 
-@on_loop
 async def test_a_key_with_several_roles_or_none_named_is_dialled_in_each_of_these() -> None:
     p, d = pair(), pair()
     async with Node("d", d, {"peer": p}) as dialler:

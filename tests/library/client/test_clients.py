@@ -37,7 +37,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.internals import core_of, lines_of, node_of
 from tests.support.layout_tensors import Pool, mha, mla
 from tests.support.processes import open_files
-from tests.support.waiting import PATIENCE_S, on_loop, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture
@@ -914,7 +914,6 @@ def test_whatever_step_of_a_start_fails_nothing_is_left(
     assert set(threading.enumerate()) <= threads
 
 
-@on_loop
 async def test_a_context_that_is_left_while_it_is_entered_leaves_no_client_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -938,7 +937,6 @@ async def test_a_context_that_is_left_while_it_is_entered_leaves_no_client_behin
             pair.prefill.open(1, tokens=1)
 
 
-@on_loop
 async def test_a_client_that_runs_already_is_left_alone_by_a_second_context() -> None:
     with client_pair() as pair:
         with pytest.raises(LocalProtocolError, match="started"):
@@ -1027,7 +1025,6 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twins]:
         yield Twins(made)
 
 
-@on_loop
 async def test_hands_are_ready_landed_and_drained(twins: Twins) -> None:
     pair, expected = twins.pair, Expected(twins.pair.target)
     async with twins.prefill as prefill, twins.decode as decode:
@@ -1050,7 +1047,6 @@ async def test_hands_are_ready_landed_and_drained(twins: Twins) -> None:
         await asyncio.gather(*(move(room, 20) for room in range(10, 40)))
 
 
-@on_loop
 async def test_a_failed_room_raises_its_root_cause_on_both_sides(twins: Twins) -> None:
     async with twins.prefill as prefill, twins.decode as decode:
         hand = decode.expect(7, tokens=40, sources=[prefill.client.endpoint])
@@ -1065,7 +1061,6 @@ async def test_a_failed_room_raises_its_root_cause_on_both_sides(twins: Twins) -
         assert (caught.value.room, caught.value.cause) == (7, Cause.REFUSED)
 
 
-@on_loop
 async def test_abort_returns_when_the_pages_are_safe(gate: Gate, twins: Twins) -> None:
     async with twins.prefill as prefill, twins.decode as decode:
         hand = decode.expect(7, tokens=40, sources=[prefill.client.endpoint])
@@ -1081,7 +1076,6 @@ async def test_abort_returns_when_the_pages_are_safe(gate: Gate, twins: Twins) -
         await aborted
 
 
-@on_loop
 async def test_who_stops_waiting_harms_nobody_else(twins: Twins) -> None:
     async with twins.prefill as prefill, twins.decode as decode:
         hands = [decode.expect(room, tokens=40, sources=[prefill.client.endpoint]) for room in (1, 2)]
@@ -1098,7 +1092,6 @@ async def test_who_stops_waiting_harms_nobody_else(twins: Twins) -> None:
         await rooms[1].drained()
 
 
-@on_loop
 async def test_leaving_the_context_ends_every_wait(twins: Twins) -> None:
     decode, prefill = twins.decode, twins.prefill
     async with prefill, decode:
@@ -1114,7 +1107,6 @@ async def test_leaving_the_context_ends_every_wait(twins: Twins) -> None:
         decode.expect(3, tokens=40, sources=["tcp://127.0.0.1:1"])
 
 
-@on_loop
 async def test_a_label_used_already_is_refused_and_its_room_goes_on(twins: Twins) -> None:
     async with twins.prefill as prefill, twins.decode as decode:
         hand = decode.expect(1, tokens=40, sources=[prefill.client.endpoint])

@@ -25,7 +25,6 @@ from pdtransfer.handoff.slot_allocator import SlotAllocator, aliases, extents_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from tests.library.client.copy_gate import Gate
 from tests.support.client_pair import Expected, Late, Pair, client_pair, slots_of_pages
-from tests.support.waiting import on_loop
 
 TOKENS = 40
 
@@ -296,7 +295,6 @@ def asked(room: int, pair: Pair) -> dict[str, Any]:
     return {"tokens": TOKENS, "sources": [pair.prefill.endpoint], "slots": {"kv": slots}}
 
 
-@on_loop
 async def test_asyncio_waits_for_ready_and_for_drained() -> None:
     with client_pair(decode_options={"engine_slots": True}, start=False) as pair:
         async with AsyncPrefill(pair.prefill) as prefill, AsyncDecode(pair.decode) as decode:

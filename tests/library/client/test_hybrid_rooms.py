@@ -27,7 +27,7 @@ from pdtransfer.wire import pack_ids
 from tests.support.client_pair import settings
 from tests.support.hybrid_pools import WINDOW, Pools, pools_of
 from tests.support.layout_tensors import CANARY
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 TOKENS = 4_096  # of the arena: sixteen pages of C4
 REQUESTS = 10
@@ -171,7 +171,6 @@ async def nodes(
 
 @pytest.mark.slow
 @target_pools
-@on_loop
 async def test_all_components_of_a_room_land_in_every_host_layout_and_no_other_byte_changes(
     name: str, granular: bool
 ) -> None:
@@ -193,7 +192,6 @@ async def test_all_components_of_a_room_land_in_every_host_layout_and_no_other_b
 
 
 @target_pools
-@on_loop
 async def test_rows_are_verified_in_every_host_layout(name: str, granular: bool) -> None:
     async with nodes(name, granular=granular, verify=True) as it:
         for room, tokens in {1: 5, 2: 300}.items():
@@ -208,7 +206,6 @@ async def test_rows_are_verified_in_every_host_layout(name: str, granular: bool)
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.parametrize(("name", "granular"), [TARGETS[0], TARGETS[3]], ids=["layer_first-pages", "page_first-rows"])
-@on_loop
 async def test_components_of_a_room_land_on_another_host_as_well(name: str, granular: bool) -> None:
     async with nodes(name, granular=granular, transport="mooncake", verify=True) as it:
         prompts = {1: 3, 2: 129, 3: 513}
@@ -221,7 +218,6 @@ async def test_components_of_a_room_land_on_another_host_as_well(name: str, gran
 
 
 @pytest.mark.parametrize("prefix", [1, 4, 130, 256, 299, 300])
-@on_loop
 async def test_of_a_prefix_whole_rows_stay_away_and_windows_and_states_cross_anew(prefix: int) -> None:
     async with nodes("page_first", granular=False) as it:
         it.expect(1, 300, prefix=prefix)
@@ -231,7 +227,6 @@ async def test_of_a_prefix_whole_rows_stay_away_and_windows_and_states_cross_ane
 
 
 @target_pools
-@on_loop
 async def test_prompts_share_blocks_of_every_component_that_has_a_row_for_each_token(name: str, granular: bool) -> None:
     block = 128 if granular else 256
     prompt = np.arange(700) % 251
@@ -260,7 +255,6 @@ async def test_prompts_share_blocks_of_every_component_that_has_a_row_for_each_t
         assert it.right
 
 
-@on_loop
 async def test_a_room_waits_for_the_component_that_is_scarce_and_takes_nothing_of_the_others_meanwhile() -> None:
     async with nodes("page_first_direct", granular=False) as it:
         for room in range(1, REQUESTS + 1):  # every state is taken, hardly anything else
@@ -278,7 +272,6 @@ async def test_a_room_waits_for_the_component_that_is_scarce_and_takes_nothing_o
         assert it.right
 
 
-@on_loop
 async def test_a_prompt_that_one_component_can_never_hold_is_refused_with_all_that_there_is() -> None:
     async with nodes("page_first", granular=False) as it:
         it.expect(1, TOKENS + 1)
@@ -288,7 +281,6 @@ async def test_a_prompt_that_one_component_can_never_hold_is_refused_with_all_th
             assert part in failed.detail
 
 
-@on_loop
 async def test_a_row_that_was_never_offered_fails_the_room_and_names_the_bytes() -> None:
     """The last row of C128, of three tokens only, is a row all the same."""
     async with nodes("page_first", granular=False) as it:
@@ -306,7 +298,6 @@ async def test_a_row_that_was_never_offered_fails_the_room_and_names_the_bytes()
         assert f"{whole - 2 * 584} bytes were offered, the grant is {whole}" in failed.detail
 
 
-@on_loop
 async def test_a_room_that_is_given_up_halfway_gives_every_component_back_and_the_next_one_lands_in_its_slots() -> None:
     async with nodes("page_first", granular=True) as it:
         whole = it.decode.core.cache.free_slots

@@ -62,7 +62,7 @@ from tests.support.client_pair import LIMITS, Late, component, settings
 from tests.support.internals import lines_of
 from tests.support.layout_tensors import CANARY, Pool, mla
 from tests.support.processes import no_descriptors
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 # Ticker
 
@@ -87,7 +87,6 @@ class Times:
         self.due = [when for when in self.due if when > now]
 
 
-@on_loop
 async def test_ticks_come_when_they_are_due_and_not_before() -> None:
     times = Times()
     late, early = times.at(0.06), times.at(0.02)
@@ -100,7 +99,6 @@ async def test_ticks_come_when_they_are_due_and_not_before() -> None:
     assert len(times.ticked) == ticks
 
 
-@on_loop
 async def test_an_earlier_time_moves_the_tick_forward() -> None:
     times = Times()
     times.at(20.0)
@@ -110,7 +108,6 @@ async def test_an_earlier_time_moves_the_tick_forward() -> None:
     assert times.ticked[-1] < early + 5
 
 
-@on_loop
 async def test_a_time_that_was_given_up_ticks_for_nobody() -> None:
     times = Times()
     times.at(0.02)
@@ -120,7 +117,6 @@ async def test_a_time_that_was_given_up_ticks_for_nobody() -> None:
     assert not times.due
 
 
-@on_loop
 async def test_a_stopped_ticker_ticks_no_more() -> None:
     times = Times()
     times.at(0.02)
@@ -129,7 +125,6 @@ async def test_a_stopped_ticker_ticks_no_more() -> None:
     assert times.ticked == []
 
 
-@on_loop
 async def test_what_a_process_did_not_run_for_is_no_time_of_its_core() -> None:
     times = Times()
     times.clock._slack_s = 0.01
@@ -143,7 +138,6 @@ async def test_what_a_process_did_not_run_for_is_no_time_of_its_core() -> None:
     assert times.ticked[-1] >= second - 0.002
 
 
-@on_loop
 async def test_a_clock_never_goes_back() -> None:
     clock = LoopClock(0.01)
     clock.due = asyncio.get_running_loop().time() + 10
@@ -154,7 +148,6 @@ async def test_a_clock_never_goes_back() -> None:
     await until(lambda: clock.now() > before)
 
 
-@on_loop
 async def test_a_node_that_stood_still_calls_no_peer_silent() -> None:
     limits = replace(LIMITS, ping_ms=100, silence_ms=400)
     async with nodes(limits=limits) as it:
@@ -168,7 +161,6 @@ async def test_a_node_that_stood_still_calls_no_peer_silent() -> None:
         await it.ready(1)
 
 
-@on_loop
 async def test_what_has_arrived_is_received_before_a_tick() -> None:
     calls, clock = list[str](), LoopClock(SLACK_S)
     due = [clock.now() + 0.02]
@@ -182,7 +174,6 @@ async def test_what_has_arrived_is_received_before_a_tick() -> None:
     assert calls[-2:] == ["receive", "tick"]
 
 
-@on_loop
 async def test_both_nodes_read_their_lines_before_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Bus] = []
     monkeypatch.setattr(Bus, "read_lines", lambda bus, peer=None: None if peer else read.append(bus))
@@ -224,7 +215,6 @@ class Performed:
         self.unended.pop()
 
 
-@on_loop
 async def test_effects_of_effects_come_after_those_that_are_due() -> None:
     performed = Performed()
     performed.makes = {1: [10, 11], 10: [100]}
@@ -232,7 +222,6 @@ async def test_effects_of_effects_come_after_those_that_are_due() -> None:
     assert performed.done == [1, 2, 3, 10, 11, 100]
 
 
-@on_loop
 async def test_an_effect_that_breaks_costs_none_of_the_others() -> None:
     performed = Performed()
     with pytest.raises(RuntimeError):
@@ -241,7 +230,6 @@ async def test_an_effect_that_breaks_costs_none_of_the_others() -> None:
     assert performed.done == [1, 2, 3]
 
 
-@on_loop
 async def test_after_an_effect_that_breaks_the_others_are_carried_out_and_the_next_tick_comes_by_itself() -> None:
     """Else a node with silent peers would ping, repeat and expire nothing any more."""
     performed, loop = Performed(), asyncio.get_running_loop()
@@ -269,7 +257,6 @@ class Queued:
         self.queue.call(room, after, lambda: self.called.append(name))
 
 
-@on_loop
 async def test_a_fired_event_calls_at_once_and_none_is_as_good() -> None:
     queued = Queued()
     fired = Late()
@@ -279,7 +266,6 @@ async def test_a_fired_event_calls_at_once_and_none_is_as_good() -> None:
     assert queued.called == ["fired", "none"]
 
 
-@on_loop
 async def test_a_late_event_calls_once_and_the_loop_goes_on_meanwhile() -> None:
     queued, late = Queued(), Late()
     queued.call(1, late, "late")
@@ -292,7 +278,6 @@ async def test_a_late_event_calls_once_and_the_loop_goes_on_meanwhile() -> None:
     assert (queued.called, late.asked) == (["late"], asked)
 
 
-@on_loop
 async def test_an_event_is_asked_no_more_often_than_its_interval_allows() -> None:
     queued, late = Queued(), Late()
     begun_s = time.monotonic()
@@ -302,7 +287,6 @@ async def test_an_event_is_asked_no_more_often_than_its_interval_allows() -> Non
     queued.queue.stop()
 
 
-@on_loop
 async def test_a_late_event_is_asked_where_there_is_no_descriptor_left_and_none_is_kept_in_the_end() -> None:
     before = len(os.listdir("/proc/self/fd"))
     queued, late = Queued(), Late()
@@ -320,7 +304,6 @@ async def test_a_late_event_is_asked_where_there_is_no_descriptor_left_and_none_
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@on_loop
 async def test_calls_of_a_room_keep_their_order_and_those_of_others_pass_them() -> None:
     queued, first, second = Queued(), Late(), Late()
     second.fired = True
@@ -335,7 +318,6 @@ async def test_calls_of_a_room_keep_their_order_and_those_of_others_pass_them() 
     assert queued.called == ["other", "first", "second", "last"]
 
 
-@on_loop
 async def test_one_event_of_many_calls_never_reorders_them() -> None:
     """It fires between two askings, wherever they are."""
 
@@ -352,7 +334,6 @@ async def test_one_event_of_many_calls_never_reorders_them() -> None:
         assert queued.called == list("abcd"), fires_at
 
 
-@on_loop
 async def test_a_forgotten_room_is_called_no_more_and_its_label_may_come_back() -> None:
     queued, late = Queued(), Late()
     queued.call(1, late, "late")
@@ -366,7 +347,6 @@ async def test_a_forgotten_room_is_called_no_more_and_its_label_may_come_back() 
     assert (queued.called, late.asked) == (["again"], asked)
 
 
-@on_loop
 async def test_a_call_may_forget_its_room_or_call_for_it() -> None:
     queued, late = Queued(), Late()
     queued.queue.call(1, late, lambda: queued.queue.forget(1))
@@ -379,7 +359,6 @@ async def test_a_call_may_forget_its_room_or_call_for_it() -> None:
     assert queued.called == ["next", "inner"]
 
 
-@on_loop
 async def test_an_event_that_breaks_is_reported_and_asked_no_more() -> None:
     class Breaks(Late):
         def query(self) -> bool:
@@ -395,7 +374,6 @@ async def test_an_event_that_breaks_is_reported_and_asked_no_more() -> None:
     assert (queued.called, queued.broken, event.asked) == ([], [(1, "no such stream")], 3)
 
 
-@on_loop
 async def test_a_stopped_queue_asks_no_more() -> None:
     queued, late = Queued(), Late()
     queued.call(1, late, "late")
@@ -459,7 +437,6 @@ async def nodes(directory: Path | None = None, limits: Limits = LIMITS, **more: 
         arena.close()
 
 
-@on_loop
 async def test_a_dialled_peer_has_its_session_before_the_first_room_comes() -> None:
     async with nodes() as it:
         it.decode.introduce((it.endpoint,))
@@ -468,7 +445,6 @@ async def test_a_dialled_peer_has_its_session_before_the_first_room_comes() -> N
         await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
 
 
-@on_loop
 async def test_grants_of_a_session_over_shared_memory_go_by_its_line_until_it_ends() -> None:
     async with nodes() as it:
         it.expect(1)
@@ -488,7 +464,6 @@ async def test_grants_of_a_session_over_shared_memory_go_by_its_line_until_it_en
         await until(lambda: not lines_of(it.prefill.bus))
 
 
-@on_loop
 async def test_a_session_whose_line_has_ended_goes_on_by_zmq() -> None:
     async with nodes() as it:
         it.decode.introduce((it.endpoint,))
@@ -501,7 +476,6 @@ async def test_a_session_whose_line_has_ended_goes_on_by_zmq() -> None:
         assert lines_of(it.decode.bus) == {}
 
 
-@on_loop
 async def test_of_the_sources_that_a_node_gets_it_dials_those_that_it_may() -> None:
     async with nodes() as it:
         keyed = "k" * 40 + "@tcp://127.0.0.1:1"  # this node has no keys
@@ -517,7 +491,6 @@ async def test_of_the_sources_that_a_node_gets_it_dials_those_that_it_may() -> N
         assert list(it.decode.core.prefill_peers.peers) == [it.endpoint], "the place was kept for it"
 
 
-@on_loop
 async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_request() -> None:
     """Its router tries another prefill then, and says 503 where there is none."""
     async with nodes() as it:
@@ -532,7 +505,6 @@ async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_re
         assert too_many in failed.detail
 
 
-@on_loop
 async def test_a_room_lands_while_the_rest_of_its_arena_is_yet_to_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     enter, enter_next, go_on = EnteredArena.enter, EnteredArena.enter_next, threading.Event()
     demands, steps = list[Int64s](), list[bool]()
@@ -562,7 +534,6 @@ async def test_a_room_lands_while_the_rest_of_its_arena_is_yet_to_be_entered(mon
         go_on.set()
 
 
-@on_loop
 async def test_the_arena_is_handed_over_by_a_socket_in_the_directory_that_was_named(tmp_path: Path) -> None:
     async with nodes(tmp_path / "sockets") as it:
         it.expect(1)
@@ -572,7 +543,6 @@ async def test_the_arena_is_handed_over_by_a_socket_in_the_directory_that_was_na
     assert list((tmp_path / "sockets").iterdir()) == []
 
 
-@on_loop
 async def test_what_copies_took_is_kept_until_the_room_is_drained() -> None:
     async with nodes() as it:
         kept: list[int] = []
@@ -586,7 +556,6 @@ async def test_what_copies_took_is_kept_until_the_room_is_drained() -> None:
         assert it.prefill.stamp_ns > ready_after
 
 
-@on_loop
 async def test_open_of_a_label_whose_pages_are_still_read_reports_no_drained() -> None:
     async with nodes() as it:
         it.prefill.open(1, tokens=10, time_left_s=20)
@@ -595,7 +564,6 @@ async def test_open_of_a_label_whose_pages_are_still_read_reports_no_drained() -
         assert it.events_p == []
 
 
-@on_loop
 async def test_a_label_that_is_expected_again_leaves_its_room_alone() -> None:
     """Its slots may still be written: RoomFailed and RoomDrained would be wrong for it."""
     async with nodes(engine_slots=True) as pair:
@@ -609,7 +577,6 @@ async def test_a_label_that_is_expected_again_leaves_its_room_alone() -> None:
         assert [type(event) for event in pair.events_d] == [RoomReady, RoomDrained]
 
 
-@on_loop
 async def test_a_hand_off_takes_the_time_of_its_own_grant_and_an_ended_session_leaves_nothing() -> None:
     took = list[float]()
     async with nodes() as pair, stranger(pair.endpoint) as other:
@@ -632,7 +599,6 @@ async def test_a_hand_off_takes_the_time_of_its_own_grant_and_an_ended_session_l
         assert pair.prefill._landed_ns == {}
 
 
-@on_loop
 async def test_a_release_whose_event_breaks_keeps_the_slots_and_reports_it(caplog: pytest.LogCaptureFixture) -> None:
     class Breaks:
         def query(self) -> bool:
@@ -650,7 +616,6 @@ async def test_a_release_whose_event_breaks_keeps_the_slots_and_reports_it(caplo
         ) in [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-@on_loop
 async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason() -> None:
     async with nodes() as it:
         key = "A" * 39 + "0"
@@ -661,7 +626,6 @@ async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason() 
         assert key in failed.detail
 
 
-@on_loop
 async def test_goodbye_is_sent_to_both_sides_so_that_nobody_waits_for_silence() -> None:
     async with nodes() as it:
         it.expect(1)
@@ -705,7 +669,6 @@ async def stranger(endpoint: str) -> AsyncIterator[Stranger]:
         context.destroy(linger=0)
 
 
-@on_loop
 @pytest.mark.parametrize(
     ("transport", "why"), [("shm", "another"), ("carrier", "Register.reach.transport: 'carrier', this node takes shm")]
 )
@@ -724,7 +687,6 @@ async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on(tr
         await it.ready(1)
 
 
-@on_loop
 async def test_no_session_takes_the_id_of_one_whose_writer_is_still_being_fenced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -753,7 +715,6 @@ async def test_no_session_takes_the_id_of_one_whose_writer_is_still_being_fenced
             assert (await other.receive(Registered)).session == 5
 
 
-@on_loop
 async def test_a_message_that_is_no_nodes_business_is_a_breach_and_ends_nothing_else() -> None:
     async with nodes() as it, stranger(it.endpoint) as other:
         await other.send(Hello(1, 1, replace_identity(it, node="other")))
@@ -766,7 +727,6 @@ async def test_a_message_that_is_no_nodes_business_is_a_breach_and_ends_nothing_
         await it.ready(1)
 
 
-@on_loop
 async def test_others_take_what_is_theirs_before_the_core_sees_it() -> None:
     seen: list[tuple[str, str]] = []
 
@@ -792,7 +752,6 @@ def replace_identity(nodes: Nodes, *, node: str) -> Any:
     return msgspec.structs.replace(nodes.decode.core.prefill_peers.identity, node=node, incarnation=77)
 
 
-@on_loop
 async def test_who_is_refused_is_logged_once_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
     arena = ArenaMemory.create(TARGET.layout.end, huge_pages="never")
     events: list[RoomReady | RoomFailed] = []
@@ -815,7 +774,6 @@ async def test_who_is_refused_is_logged_once_with_both_values(caplog: pytest.Log
         arena.close()
 
 
-@on_loop
 async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer() -> None:
     async with nodes() as it, stranger(it.endpoint) as other:
         it.expect(1)
@@ -835,7 +793,6 @@ async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer(
 back: Any = DecodeNode._back
 
 
-@on_loop
 async def test_a_writer_gets_the_reason_where_backing_for_it_raises() -> None:
     def broken(*_: object) -> None:
         raise ValueError("a bug")
@@ -850,7 +807,6 @@ async def test_a_writer_gets_the_reason_where_backing_for_it_raises() -> None:
     assert (reasons, node._backing) == (["a bug"], None)
 
 
-@on_loop
 async def test_close_ends_the_backing_of_a_buffer_that_nobody_needs_any_more() -> None:
     stopped: list[bool] = []
 

@@ -16,7 +16,6 @@ from pdtransfer.transports.works import OpenWorks
 from tests.support.waiting import on_loop, until
 
 
-@on_loop
 async def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> None:
     done, ended, started, gate = list[int](), list[int](), threading.Event(), threading.Event()
 
@@ -46,7 +45,6 @@ async def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> 
     assert sorted(ended) == [1, 2, 2, 2, 2, 2]
 
 
-@on_loop
 async def test_a_work_is_reported_once_and_what_comes_behind_its_end_is_not_called() -> None:
     works, called = OpenWorks(), list[str]()
     work = CopyWork(turn=(1, 1), pieces=iter(()), cancel=CancelWord(), report=lambda _: called.append("end"))

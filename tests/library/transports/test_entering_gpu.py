@@ -13,7 +13,7 @@ from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.gpu_launcher import WriterGpu
 from tests.support.entered_ahead import Ahead
 from tests.support.shm_pair import LAYERS, SLOTS, Pair, Pool, layer_first, page_first
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 if driver.count() == 0:
     pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
@@ -23,7 +23,6 @@ PIECE_BYTES = 64 << 10
 
 
 @pytest.mark.parametrize("target", [page_first(), layer_first()], ids=["page_first", "layer_first"])
-@on_loop
 async def test_rows_land_in_parts_that_were_registered_one_by_one(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, target: object
 ) -> None:

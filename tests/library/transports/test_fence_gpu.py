@@ -18,7 +18,7 @@ from pdtransfer.transports.shm.arena import ShmArena
 from tests.support.card_process import CardProcess
 from tests.support.processes import deliver
 from tests.support.shm_pair import WRITER
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 if driver.count() == 0:
     pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
@@ -55,7 +55,6 @@ async def is_still(arena: ArenaMemory) -> None:
 
 
 @pytest.mark.parametrize("turn", range(4))
-@on_loop
 async def test_a_killed_writer_is_quiet_only_after_its_cards_last_write(
     arena: ArenaMemory, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
@@ -75,7 +74,6 @@ async def test_a_killed_writer_is_quiet_only_after_its_cards_last_write(
 
 
 @pytest.mark.parametrize("turn", range(3))
-@on_loop
 async def test_a_forked_child_keeps_a_card_writing_and_the_fence_closed(
     arena: ArenaMemory, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
@@ -104,7 +102,6 @@ async def test_a_forked_child_keeps_a_card_writing_and_the_fence_closed(
 
 
 @pytest.mark.parametrize("turn", range(3))
-@on_loop
 async def test_a_child_that_runs_another_program_keeps_no_card_writing(
     arena: ArenaMemory, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
@@ -122,7 +119,6 @@ async def test_a_child_that_runs_another_program_keeps_no_card_writing(
     await owner.close()
 
 
-@on_loop
 async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena: ArenaMemory, tmp_path: Path) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
@@ -139,7 +135,6 @@ async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena:
 
 
 @pytest.mark.skipif(driver.count() < 2, reason="one GPU here")
-@on_loop
 async def test_two_processes_write_one_arena_each_by_its_own_card(arena: ArenaMemory, tmp_path: Path) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     reaches = await owner.offer(1), await owner.offer(2)

@@ -37,7 +37,7 @@ from tests.support.entered_ahead import PAGE_BYTES, Ahead
 from tests.support.fake_gpu import FakeGpu, FakeLauncher, Held
 from tests.support.internals import sessions_of
 from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, component, layer_first
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 PIECE_ROWS = 256
 EVERY = np.arange(SLOTS)
@@ -49,7 +49,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered, "CHUNK_BYTES", 2 << 20)
 
 
-@on_loop
 async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: ArenaMemory, directory: Path) -> None:
     gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
@@ -71,7 +70,6 @@ async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: A
     assert gpu.registered == {}, "let go before it was unmapped"
 
 
-@on_loop
 async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: ArenaMemory, directory: Path) -> None:
     gpu, gate = FakeGpu(), Held()
     both = Pair(arena, directory, gpu=gpu)
@@ -120,7 +118,6 @@ async def waits(gpu: FakeGpu) -> None:
     await until(gpu.asleep.is_set)
 
 
-@on_loop
 async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_it(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -150,7 +147,6 @@ async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_
     await both.close()
 
 
-@on_loop
 async def test_a_write_whose_event_fires_has_its_turn_while_another_grant_has_much_to_launch(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -174,7 +170,6 @@ class AskedEvent(CudaEvent):
         return True
 
 
-@on_loop
 async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepared(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +193,6 @@ async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepar
     await both.close()
 
 
-@on_loop
 async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_another_took_its_place(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -221,7 +215,6 @@ async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_anoth
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
-@on_loop
 async def test_what_is_prepared_beside_a_launch_goes_in_the_slot_that_it_was_prepared_for(
     pieces: int, arena: ArenaMemory, directory: Path
 ) -> None:
@@ -243,7 +236,6 @@ async def test_what_is_prepared_beside_a_launch_goes_in_the_slot_that_it_was_pre
     await both.close()
 
 
-@on_loop
 async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_nothing_that_is_late(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -278,7 +270,6 @@ async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_
     await both.close()
 
 
-@on_loop
 async def test_an_urgent_write_reports_that_it_is_near_from_its_last_event_until_it_has_landed(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,7 +302,6 @@ async def test_an_urgent_write_reports_that_it_is_near_from_its_last_event_until
     await both.close()
 
 
-@on_loop
 async def test_a_write_whose_event_never_fires_reports_it_often_and_then_no_longer_that_it_is_near(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +321,6 @@ async def test_a_write_whose_event_never_fires_reports_it_often_and_then_no_long
     await both.close()
 
 
-@on_loop
 async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launched(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -351,7 +340,6 @@ async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launche
     await both.close()
 
 
-@on_loop
 async def test_an_event_that_fails_fails_its_write_alone_and_nothing_is_waited_for(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -400,7 +388,6 @@ def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: p
     assert failed.detail.endswith("its event: GPU 5: CUDA_ERROR_ILLEGAL_ADDRESS")
 
 
-@on_loop
 async def test_each_launch_is_recorded_where_somebody_asks_from_the_end_of_the_one_before(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -428,7 +415,6 @@ async def test_each_launch_is_recorded_where_somebody_asks_from_the_end_of_the_o
     await both.close()
 
 
-@on_loop
 async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: ArenaMemory, directory: Path) -> None:
     gpu, gate = FakeGpu(), Held()
     both = Pair(arena, directory, gpu=gpu)
@@ -452,7 +438,6 @@ async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: ArenaMe
     await both.close()
 
 
-@on_loop
 async def test_a_launch_that_is_refused_fails_its_write_alone(arena: ArenaMemory, directory: Path) -> None:
     gpu, drained = FakeGpu(), list[int]()
     both = Pair(arena, directory, gpu=gpu)
@@ -470,7 +455,6 @@ async def test_a_launch_that_is_refused_fails_its_write_alone(arena: ArenaMemory
     await both.close()
 
 
-@on_loop
 async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: ArenaMemory, directory: Path) -> None:
     gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
@@ -484,7 +468,6 @@ async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: Ar
     assert not broken, "its end was reported twice"
 
 
-@on_loop
 async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -513,7 +496,6 @@ async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked
     await both.owner.close()
 
 
-@on_loop
 async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: ArenaMemory, directory: Path) -> None:
     gpu = FakeGpu()
     gpu.refused = 0
@@ -538,7 +520,6 @@ def growing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ArenaMemo
     return made, gpu, both
 
 
-@on_loop
 async def test_a_growing_arena_is_ready_as_far_as_it_is_backed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -552,7 +533,6 @@ async def test_a_growing_arena_is_ready_as_far_as_it_is_backed(
     made.close()
 
 
-@on_loop
 async def test_a_growing_arena_is_reported_although_the_card_has_refused_a_part_of_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -569,7 +549,6 @@ async def test_a_growing_arena_is_reported_although_the_card_has_refused_a_part_
     made.close()
 
 
-@on_loop
 async def test_a_session_that_is_mapped_is_not_mapped_again(arena: ArenaMemory, directory: Path) -> None:
     both = Pair(arena, directory, gpu=FakeGpu())
     reach = await both.owner.offer(WRITER)
@@ -597,7 +576,6 @@ def page_span(first: int) -> range:
     return range(first // PAGE_BYTES, (first + PAGE * ROW - 1) // PAGE_BYTES + 1)
 
 
-@on_loop
 async def test_a_write_waits_for_the_pages_of_its_own_rows_alone(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -626,7 +604,6 @@ async def test_a_write_waits_for_the_pages_of_its_own_rows_alone(
     assert gpu.registered == {}, "each part was let go once, before it was unmapped"
 
 
-@on_loop
 async def test_rows_that_are_expected_are_entered_before_they_are_written(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -649,7 +626,6 @@ async def test_rows_that_are_expected_are_entered_before_they_are_written(
     assert gpu.registered == {}
 
 
-@on_loop
 async def test_pages_that_the_card_refuses_fail_their_write_alone(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -680,7 +656,6 @@ async def test_pages_that_the_card_refuses_fail_their_write_alone(
     assert gpu.registered == {}
 
 
-@on_loop
 async def test_an_arena_stays_mapped_while_it_is_entered_and_a_cancelled_write_does_not_wait_for_that(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -715,7 +690,6 @@ async def test_an_arena_stays_mapped_while_it_is_entered_and_a_cancelled_write_d
 
 
 @pytest.mark.parametrize("computed", [False, True])
-@on_loop
 async def test_a_small_room_of_one_session_is_entered_in_turn_with_long_prompts_of_another(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, computed: bool
 ) -> None:
@@ -764,7 +738,6 @@ async def test_a_small_room_of_one_session_is_entered_in_turn_with_long_prompts_
 
 
 @pytest.mark.parametrize("kind", [WorldError, OSError])
-@on_loop
 async def test_a_card_that_cannot_be_used_fails_writes(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
@@ -782,7 +755,6 @@ async def test_a_card_that_cannot_be_used_fails_writes(
     await both.close()
 
 
-@on_loop
 async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: ArenaMemory, directory: Path) -> None:
     gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
@@ -799,7 +771,6 @@ async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: ArenaMemory, d
     await both.close()
 
 
-@on_loop
 async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory, directory: Path) -> None:
     gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
@@ -815,7 +786,6 @@ async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory
     await both.close()
 
 
-@on_loop
 async def test_a_launch_that_never_reported_its_end_is_unknown(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -829,7 +799,6 @@ async def test_a_launch_that_never_reported_its_end_is_unknown(
     await both.close()
 
 
-@on_loop
 async def test_a_node_does_what_its_core_wants_done_about_a_write_that_is_near(
     monkeypatch: pytest.MonkeyPatch, arena: ArenaMemory, directory: Path
 ) -> None:
@@ -844,7 +813,6 @@ async def test_a_node_does_what_its_core_wants_done_about_a_write_that_is_near(
     await node.close()
 
 
-@on_loop
 async def test_a_writer_of_unknown_outcome_condemns_its_process(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

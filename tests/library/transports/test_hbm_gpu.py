@@ -23,7 +23,7 @@ from tests.lab.two_gpu.clients import tensor_of
 from tests.support.card_process import CardProcess
 from tests.support.layout_tensors import CANARY
 from tests.support.shm_pair import WRITER
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 if driver.count() == 0:
     pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
@@ -57,7 +57,6 @@ async def is_still(hbm: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("turn", range(4))
-@on_loop
 async def test_a_killed_writers_card_is_done_with_our_memory_when_its_lock_is_free(
     owned: ArenaMemory, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
@@ -81,7 +80,6 @@ async def test_a_killed_writers_card_is_done_with_our_memory_when_its_lock_is_fr
 
 
 @pytest.mark.parametrize("turn", range(2))
-@on_loop
 async def test_a_forked_child_keeps_the_lock_and_maybe_the_card_writing(
     owned: ArenaMemory, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
@@ -112,7 +110,6 @@ async def test_a_forked_child_keeps_the_lock_and_maybe_the_card_writing(
     await owner.close()
 
 
-@on_loop
 async def test_memory_is_not_given_back_while_a_writer_may_be_there(tmp_path: Path) -> None:
     arena = ArenaMemory.create(8 << 20)
     arena.prefault()

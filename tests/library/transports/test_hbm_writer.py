@@ -20,7 +20,7 @@ from pdtransfer.transports.shm import writer as shm_writer
 from pdtransfer.transports.shm.arena import ShmArena
 from tests.support.fake_gpu import FakeExported, FakeGpu
 from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair, component, page_first
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 SIZE = SLOTS * LAYERS * ROW
 BASE = 1 << 16
@@ -80,7 +80,6 @@ async def wrote(both: HbmPair) -> None:
     both.want(order)
 
 
-@on_loop
 async def test_rows_go_to_the_memory_that_the_card_reaches_and_not_to_the_arena(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -94,7 +93,6 @@ async def test_rows_go_to_the_memory_that_the_card_reaches_and_not_to_the_arena(
     await both.close()
 
 
-@on_loop
 async def test_rows_land_in_the_arena_where_the_card_cannot_reach_that_memory(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -107,7 +105,6 @@ async def test_rows_land_in_the_arena_where_the_card_cannot_reach_that_memory(
     await both.close()
 
 
-@on_loop
 async def test_nobody_learns_of_a_gpus_memory_where_rows_are_to_be_read_back(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -120,7 +117,6 @@ async def test_nobody_learns_of_a_gpus_memory_where_rows_are_to_be_read_back(
     await both.close()
 
 
-@on_loop
 async def test_a_cards_memory_is_opened_under_the_lock_and_let_go_before_it(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -136,7 +132,6 @@ async def test_a_cards_memory_is_opened_under_the_lock_and_let_go_before_it(
     await both.close()
 
 
-@on_loop
 async def test_a_card_that_does_not_let_go_of_it_keeps_the_lock_held(arena: ArenaMemory, directory: Path) -> None:
     gpu = exporting(arena)
     gpu.exported[HANDLE].keeps = True
@@ -156,7 +151,6 @@ async def test_a_card_that_does_not_let_go_of_it_keeps_the_lock_held(arena: Aren
     lost.close()
 
 
-@on_loop
 async def test_memory_is_given_back_once_every_writer_is_gone(arena: ArenaMemory, directory: Path) -> None:
     given = list[int]()
     assert arena.hbm is not None
@@ -175,7 +169,6 @@ async def test_memory_is_given_back_once_every_writer_is_gone(arena: ArenaMemory
     arena.hbm = None
 
 
-@on_loop
 async def test_less_memory_than_was_announced_is_refused_and_closed(arena: ArenaMemory, directory: Path) -> None:
     gpu = exporting(arena)
     gpu.exported[HANDLE].byte_count -= 1

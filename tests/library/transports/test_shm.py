@@ -43,7 +43,7 @@ from tests.library.transports.fake_transport import ignore_end
 from tests.support.internals import sessions_of
 from tests.support.processes import deliver, forked_descriptors, no_descriptors, open_files
 from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, Pool, Process, component, page_first
-from tests.support.waiting import on_loop, run_on_loop, until
+from tests.support.waiting import run_on_loop, until
 
 
 def count_in(arena: ArenaMemory) -> int:
@@ -60,7 +60,6 @@ async def counts_on(arena: ArenaMemory) -> None:
 
 
 @pytest.mark.parametrize("way", ["unmap", "exit", "kill"])
-@on_loop
 async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(arena: ArenaMemory, directory: Path, way: str) -> None:
     owner = ShmArena(arena, directory=directory)
     async with Process(await owner.offer(WRITER)) as process:
@@ -77,7 +76,6 @@ async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(arena: ArenaMemor
     await owner.close()
 
 
-@on_loop
 async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     async with Process(await owner.offer(WRITER)) as process:
@@ -97,7 +95,6 @@ async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(arena: Ar
     await owner.close()
 
 
-@on_loop
 async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     async with Process(await owner.offer(WRITER)) as process:
@@ -114,7 +111,6 @@ async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: ArenaMemor
     await owner.close()
 
 
-@on_loop
 async def test_one_writers_end_proves_nothing_about_another(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     async with Process(await owner.offer(1), 1) as first, Process(await owner.offer(2), 2):
@@ -126,7 +122,6 @@ async def test_one_writers_end_proves_nothing_about_another(arena: ArenaMemory, 
     await owner.close()
 
 
-@on_loop
 async def test_a_descriptor_under_way_counts_as_a_writer(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     peer, _ = await asked(owner, await owner.offer(WRITER))
@@ -138,7 +133,6 @@ async def test_a_descriptor_under_way_counts_as_a_writer(arena: ArenaMemory, dir
     await owner.close()
 
 
-@on_loop
 async def test_a_session_whose_token_is_good_is_not_quiet(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     assert owner.quiet(WRITER), "nothing was ever offered"
@@ -184,7 +178,6 @@ async def read_all(peer: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("abstract", [False, True])
-@on_loop
 async def test_who_shows_the_token_gets_the_arena_once(arena: ArenaMemory, directory: Path, abstract: bool) -> None:
     before = open_files()
     owner = ShmArena(arena, directory=None if abstract else directory)
@@ -200,7 +193,6 @@ async def test_who_shows_the_token_gets_the_arena_once(arena: ArenaMemory, direc
     assert abstract or os.listdir(directory) == []
 
 
-@on_loop
 async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     reach, other = await owner.offer(WRITER), await owner.offer(8)
@@ -213,7 +205,6 @@ async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: ArenaMemory, d
     await owner.close()
 
 
-@on_loop
 async def test_a_token_of_which_one_byte_is_another_is_refused(arena: ArenaMemory, directory: Path) -> None:
     """Whichever byte: a comparison of a part of it would let a guess of that part in."""
     owner = ShmArena(arena, directory=directory)
@@ -227,7 +218,6 @@ async def test_a_token_of_which_one_byte_is_another_is_refused(arena: ArenaMemor
     await owner.close()
 
 
-@on_loop
 async def test_an_old_or_a_revoked_token_is_refused(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     old, new = await owner.offer(WRITER), await owner.offer(WRITER)
@@ -239,7 +229,6 @@ async def test_an_old_or_a_revoked_token_is_refused(arena: ArenaMemory, director
     await owner.close()
 
 
-@on_loop
 async def test_a_token_that_is_shown_too_late_is_refused(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +248,6 @@ async def test_a_token_that_is_shown_too_late_is_refused(
 
 
 @pytest.mark.parametrize("junk", [b"\xff" * 48, b"GET / HTTP/1.1\r\n" * 40, b"\0" * 49])
-@on_loop
 async def test_junk_is_closed_and_others_go_on(arena: ArenaMemory, directory: Path, junk: bytes) -> None:
     owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
@@ -271,7 +259,6 @@ async def test_junk_is_closed_and_others_go_on(arena: ArenaMemory, directory: Pa
     await owner.close()
 
 
-@on_loop
 async def test_a_request_with_something_behind_it_is_refused(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
@@ -283,7 +270,6 @@ async def test_a_request_with_something_behind_it_is_refused(arena: ArenaMemory,
     await owner.close()
 
 
-@on_loop
 async def test_the_connection_of_a_hand_over_becomes_the_line_of_its_session(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -305,7 +291,6 @@ async def test_the_connection_of_a_hand_over_becomes_the_line_of_its_session(
     await owner.close()
 
 
-@on_loop
 async def test_a_line_that_the_writer_cannot_keep_leaves_no_descriptor_and_no_lock(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -322,7 +307,6 @@ async def test_a_line_that_the_writer_cannot_keep_leaves_no_descriptor_and_no_lo
     assert open_files() == before
 
 
-@on_loop
 async def test_a_line_that_the_owner_cannot_keep_is_closed(arena: ArenaMemory, directory: Path) -> None:
     kept, faults = list[socket.socket](), list[object]()
 
@@ -342,7 +326,6 @@ async def test_a_line_that_the_owner_cannot_keep_is_closed(arena: ArenaMemory, d
     await owner.close()
 
 
-@on_loop
 async def test_a_hand_over_ends_although_a_forked_child_has_its_descriptors(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -366,7 +349,6 @@ async def test_a_hand_over_ends_although_a_forked_child_has_its_descriptors(
 
 
 @pytest.mark.parametrize("shown", [b"pdt-lime", b"GET / HTTP/1.1"])
-@on_loop
 async def test_whoever_opens_no_line_behind_the_hand_over_is_closed(
     arena: ArenaMemory, directory: Path, shown: bytes
 ) -> None:
@@ -384,7 +366,6 @@ async def test_whoever_opens_no_line_behind_the_hand_over_is_closed(
     await owner.close()
 
 
-@on_loop
 async def test_a_writer_that_shows_no_token_gets_no_line(arena: ArenaMemory, directory: Path) -> None:
     kept: list[int] = []
     owner = ShmArena(arena, directory=directory, keep_line=lambda session, _: kept.append(session))
@@ -398,7 +379,6 @@ async def test_a_writer_that_shows_no_token_gets_no_line(arena: ArenaMemory, dir
     await owner.close()
 
 
-@on_loop
 async def test_a_flood_of_silent_connections_keeps_no_writer_out(arena: ArenaMemory, directory: Path) -> None:
     before = open_files()
     owner = ShmArena(arena, directory=directory)
@@ -415,7 +395,6 @@ async def test_a_flood_of_silent_connections_keeps_no_writer_out(arena: ArenaMem
     assert open_files() == before
 
 
-@on_loop
 async def test_a_listener_without_descriptors_logs_it_and_recovers(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -436,7 +415,6 @@ async def test_a_listener_without_descriptors_logs_it_and_recovers(
     await owner.close()
 
 
-@on_loop
 async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_for_it(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,7 +443,6 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
     await decode.close()
 
 
-@on_loop
 async def test_all_that_is_backed_of_an_arena_is_ready_before_a_writer_has_entered_it(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,7 +470,6 @@ async def test_all_that_is_backed_of_an_arena_is_ready_before_a_writer_has_enter
     await decode.close()
 
 
-@on_loop
 async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_no_descriptor(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -508,7 +484,6 @@ async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_
     await decode.close()
 
 
-@on_loop
 async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_the_reason(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -522,7 +497,6 @@ async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_
     await decode.close()
 
 
-@on_loop
 async def test_a_writer_that_runs_out_of_descriptors_at_the_last_moment_learns_that_they_are_its_own(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -538,7 +512,6 @@ async def test_a_writer_that_runs_out_of_descriptors_at_the_last_moment_learns_t
     await owner.close()
 
 
-@on_loop
 async def test_a_listener_that_cannot_accept_logs_it_once_and_accepts_later(
     arena: ArenaMemory, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -554,7 +527,6 @@ async def test_a_listener_that_cannot_accept_logs_it_once_and_accepts_later(
     await owner.close()
 
 
-@on_loop
 async def test_users_who_are_not_allowed_are_turned_away(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory, uids=frozenset({os.geteuid() + 1}))
     with pytest.raises(TransportError):
@@ -562,7 +534,6 @@ async def test_users_who_are_not_allowed_are_turned_away(arena: ArenaMemory, dir
     await owner.close()
 
 
-@on_loop
 async def test_a_writer_shows_its_token_to_nobody_elses_socket(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
@@ -572,7 +543,6 @@ async def test_a_writer_shows_its_token_to_nobody_elses_socket(arena: ArenaMemor
     await owner.close()
 
 
-@on_loop
 async def test_what_cannot_be_reached_is_named(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
@@ -599,7 +569,6 @@ async def test_what_cannot_be_reached_is_named(arena: ArenaMemory, directory: Pa
         "/proc/self/fd/3", "@/org/freedesktop/systemd1/notify",
     ],
 )  # fmt: skip
-@on_loop
 async def test_a_writer_knocks_at_no_door_that_is_not_an_arenas(
     arena: ArenaMemory, directory: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -618,7 +587,6 @@ async def test_a_writer_knocks_at_no_door_that_is_not_an_arenas(
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "file", "directory"])
-@on_loop
 async def test_a_writer_is_not_led_by_a_name_to_what_is_no_arenas_socket(directory: Path, kind: str) -> None:
     os.mkdir(directory, 0o700)
     path = directory / f"arena-{0:016x}"
@@ -645,7 +613,6 @@ async def test_a_writer_is_not_led_by_a_name_to_what_is_no_arenas_socket(directo
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@on_loop
 async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_nothing(
     arena: ArenaMemory, directory: Path, whole: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -668,7 +635,6 @@ async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_not
     await owner.close()
 
 
-@on_loop
 async def test_an_owner_that_never_answers_costs_a_bounded_time(directory: Path, arena: ArenaMemory) -> None:
     os.mkdir(directory, 0o700)
     with socket.socket(socket.AF_UNIX) as frozen:
@@ -681,7 +647,6 @@ async def test_an_owner_that_never_answers_costs_a_bounded_time(directory: Path,
                 await each
 
 
-@on_loop
 async def test_a_directory_that_others_may_enter_is_refused(arena: ArenaMemory, directory: Path) -> None:
     os.mkdir(directory)
     for mode, shown in ((0o755, "drwxr-xr-x"), (0o710, "drwx--x---"), (0o720, "drwx-w----"), (0o701, "drwx-----x")):
@@ -693,7 +658,6 @@ async def test_a_directory_that_others_may_enter_is_refused(arena: ArenaMemory, 
     await owner.close()
 
 
-@on_loop
 async def test_sockets_of_the_dead_are_swept_and_those_of_the_living_are_not(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -750,7 +714,6 @@ def plain_memfd(byte_count: int) -> int:
         (b"x", [1 << 20], "an answer of 1 bytes"),
     ],
 )
-@on_loop
 async def test_what_is_not_a_sealed_arena_is_refused_and_closed(
     directory: Path, reply: bytes, files: list[int], text: str
 ) -> None:
@@ -768,7 +731,6 @@ async def test_what_is_not_a_sealed_arena_is_refused_and_closed(
         os.close(fd)
 
 
-@on_loop
 async def test_writes_large_and_small_land_where_they_belong_and_nowhere_else(
     arena: ArenaMemory, directory: Path
 ) -> None:
@@ -789,7 +751,6 @@ async def test_writes_large_and_small_land_where_they_belong_and_nowhere_else(
     await both.close()
 
 
-@on_loop
 async def test_pages_become_slots(arena: ArenaMemory, directory: Path) -> None:
     both = Pair(arena, directory)
     await both.map()
@@ -800,7 +761,6 @@ async def test_pages_become_slots(arena: ArenaMemory, directory: Path) -> None:
     await both.close()
 
 
-@on_loop
 async def test_a_cancelled_write_fails_and_is_still(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -835,7 +795,6 @@ def stall_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, thre
     return held, go
 
 
-@on_loop
 async def test_a_session_is_unmapped_only_when_its_writes_have_ended(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -859,7 +818,6 @@ async def test_a_session_is_unmapped_only_when_its_writes_have_ended(
     await both.close()
 
 
-@on_loop
 async def test_close_waits_for_what_is_in_flight(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -882,7 +840,6 @@ async def test_close_waits_for_what_is_in_flight(
     assert not [each for each in threading.enumerate() if each.name.startswith("pdtransfer")]
 
 
-@on_loop
 async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(arena: ArenaMemory, directory: Path) -> None:
     both = Pair(arena, directory)
     beyond = component(page_first(slots=SLOTS + 1))
@@ -901,7 +858,6 @@ async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(arena: A
         (component(page_first(first_layer=1)), "layers: source 0..3, target 1..4"),
     ],
 )
-@on_loop
 async def test_another_model_is_refused_field_by_field(
     arena: ArenaMemory, directory: Path, theirs: Component, text: str
 ) -> None:
@@ -912,7 +868,6 @@ async def test_another_model_is_refused_field_by_field(
 
 
 @pytest.mark.parametrize("way", ["cancel", "unmap"])
-@on_loop
 async def test_a_map_that_nobody_wants_any_more_leaves_no_lock(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
@@ -944,7 +899,6 @@ async def test_a_map_that_nobody_wants_any_more_leaves_no_lock(
 
 
 @pytest.mark.parametrize("count", [1, 4_000])
-@on_loop
 async def test_a_slot_outside_its_side_fails_that_write_alone(arena: ArenaMemory, directory: Path, count: int) -> None:
     both = Pair(arena, directory)
     await both.map()
@@ -960,7 +914,6 @@ async def test_a_slot_outside_its_side_fails_that_write_alone(arena: ArenaMemory
     await both.close()
 
 
-@on_loop
 async def test_a_copy_that_raises_fails_its_write_and_not_its_thread(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -984,7 +937,6 @@ async def test_a_copy_that_raises_fails_its_write_and_not_its_thread(
 
 
 @pytest.mark.parametrize("entered", [True, False])
-@on_loop
 async def test_a_write_that_cannot_be_made_fails_and_holds_no_session(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, entered: bool
 ) -> None:
@@ -1013,7 +965,6 @@ async def test_a_write_that_cannot_be_made_fails_and_holds_no_session(
     await both.close()
 
 
-@on_loop
 async def test_a_report_that_raises_costs_no_other_report(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1040,7 +991,6 @@ async def test_a_report_that_raises_costs_no_other_report(
     await both.close()
 
 
-@on_loop
 async def test_the_loop_copies_a_bounded_share_of_small_writes_itself(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from tests.support.libraries import (
     on_each_library,
     slow_starts,  # noqa: F401 (a fixture)
 )
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 SESSION = 7
 
@@ -66,7 +66,6 @@ async def arena_behind(rules: Rules, library: Library) -> AsyncIterator[EngineAr
 
 
 @on_each_library
-@on_loop
 async def test_an_engine_serves_nothing_before_its_ports_are_guarded_and_frees_them_when_it_is_dead(
     library: Library,
 ) -> None:
@@ -88,7 +87,6 @@ async def test_an_engine_serves_nothing_before_its_ports_are_guarded_and_frees_t
 
 
 @pytest.mark.skipif(bool(NixlLibrary().why_not()), reason=NixlLibrary().why_not())
-@on_loop
 async def test_nothing_of_nixl_runs_before_its_ports_are_guarded() -> None:
     """UCX writes and reads, for whoever reaches its port, also memory that nobody has registered."""
     rules = Rules()
@@ -108,7 +106,6 @@ async def test_nothing_of_nixl_runs_before_its_ports_are_guarded() -> None:
 
 
 @on_each_library
-@on_loop
 async def test_an_engine_whose_ports_cannot_be_guarded_is_killed(library: Library) -> None:
     rules = Rules()
     rules.refusal = "the firewall's process has ended"
@@ -120,7 +117,6 @@ async def test_an_engine_whose_ports_cannot_be_guarded_is_killed(library: Librar
 
 
 @on_each_library
-@on_loop
 async def test_an_engine_whose_ports_stay_open_to_its_own_host_is_killed(library: Library) -> None:
     rules = Rules()
     rules.stays_open = "the firewall's process has ended"
@@ -138,7 +134,6 @@ def test_a_writer_that_dials_another_address_than_the_bus_shows_may_come_from_an
     assert "cannot be compared with the route to" in select.elsewhere(endpoint, "no-such-host.invalid")
 
 
-@on_loop
 async def test_ports_of_a_spared_session_stay_open_and_are_reported() -> None:
     firewall = Firewall("t")
     firewall.expect(1, "key:p", spared="another network")

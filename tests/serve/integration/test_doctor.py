@@ -9,10 +9,8 @@ import pytest
 
 from pdtransfer.serve.commands.cli import main
 from tests.support.fleets import fleet
-from tests.support.waiting import on_loop
 
 
-@on_loop
 async def test_daemons_are_compared_by_what_their_peers_compare(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,35 +11,30 @@ import pytest
 
 from pdtransfer.serve.process.fleet import Daemon, Fleet
 from tests.support.fleets import ENGINE, Gates, Site, equal, fleet, free_address, generated, prompts
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 TOKENS = 32  # more than steps that pass the gate, one for each room that is admitted
 
 
 @pytest.mark.parametrize("signal", [pytest.param("SIGTERM", marks=pytest.mark.full), "SIGKILL"])
-def test_a_router_that_ends_takes_no_room_of_the_other_with_it(tmp_path: Path, signal: str) -> None:
+async def test_a_router_that_ends_takes_no_room_of_the_other_with_it(tmp_path: Path, signal: str) -> None:
     gates = Gates(tmp_path / "gates")
     gates.directory.mkdir()
-
-    @on_loop
-    async def case() -> None:
-        daemon = {"engine": ENGINE, "engine_option": ("layers=2", f"gates={gates.directory}")}
-        async with fleet(tmp_path, prefills=[daemon], decodes=[daemon]) as first:
-            ends = {
-                role: (each.ready["endpoint"],) for role, each in (("prefill", first.prefill), ("decode", first.decode))
-            }
-            config = replace(first.configs["router"], node="r1", listen=free_address(), **ends)
-            other = await Daemon.start(config, tmp_path / "r1.log")
-            try:
-                await other.wait_ready()
-                async with aiohttp.ClientSession(f"http://{other.ready['http']}") as http:
-                    second = Site(_behind(first.fleet, other), http, first.configs, tmp_path)
-                    await second.usable()
-                    await _one_ends(first, second, gates, signal)
-            finally:
-                await other.stop()
-
-    case()
+    daemon = {"engine": ENGINE, "engine_option": ("layers=2", f"gates={gates.directory}")}
+    async with fleet(tmp_path, prefills=[daemon], decodes=[daemon]) as first:
+        ends = {
+            role: (each.ready["endpoint"],) for role, each in (("prefill", first.prefill), ("decode", first.decode))
+        }
+        config = replace(first.configs["router"], node="r1", listen=free_address(), **ends)
+        other = await Daemon.start(config, tmp_path / "r1.log")
+        try:
+            await other.wait_ready()
+            async with aiohttp.ClientSession(f"http://{other.ready['http']}") as http:
+                second = Site(_behind(first.fleet, other), http, first.configs, tmp_path)
+                await second.usable()
+                await _one_ends(first, second, gates, signal)
+        finally:
+            await other.stop()
 
 
 async def _one_ends(first: Site, second: Site, gates: Gates, signal: str) -> None:

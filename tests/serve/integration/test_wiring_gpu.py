@@ -26,7 +26,7 @@ from pdtransfer.serve.engine_api import EngineConfig
 from pdtransfer.transports.gpu_launcher import WriterGpu
 from pdtransfer.wire import Sampling
 from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
@@ -54,7 +54,6 @@ class CardPair(Pair):
         assert np.array_equal(pool, self.pool.bytes)
 
 
-@on_loop
 async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: ArenaMemory, tmp_path: Path) -> None:
     both = CardPair(arena, tmp_path)
     assert await both.map() == arena.byte_count
@@ -73,7 +72,6 @@ async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: A
     await both.close()
 
 
-@on_loop
 async def test_a_cancelled_write_of_a_card_is_still(arena: ArenaMemory, tmp_path: Path) -> None:
     both = CardPair(arena, tmp_path)
     await both.map()
@@ -93,7 +91,6 @@ async def test_a_cancelled_write_of_a_card_is_still(arena: ArenaMemory, tmp_path
     await both.close()
 
 
-@on_loop
 async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: ArenaMemory, tmp_path: Path) -> None:
     both = CardPair(arena, tmp_path)
     await both.map()

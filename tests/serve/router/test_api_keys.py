@@ -272,7 +272,6 @@ def test_an_oversized_header_is_refused_and_shows_in_no_log(caplog: pytest.LogCa
     assert A not in caplog.text
 
 
-@on_loop
 async def test_a_new_certificate_is_served_once_it_is_read_and_a_wrong_one_never() -> None:
     with tempfile.TemporaryDirectory() as name:
         (cert, key), (other_cert, other_key) = (certificate(Path(name), each) for each in ("one", "two"))
@@ -298,7 +297,6 @@ async def test_a_new_certificate_is_served_once_it_is_read_and_a_wrong_one_never
         server.close()
 
 
-@on_loop
 async def test_handshakes_that_never_end_are_bounded_and_keep_no_client_out() -> None:
     with tempfile.TemporaryDirectory() as name:
         cert, key = certificate(Path(name), "one")

@@ -27,7 +27,7 @@ from pdtransfer.wire import unpack_ids
 from tests.serve.router.router_site import site
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import server_site
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 COMPLETION, CHAT = (BodyReading(read_body, ReadBody, {"chat": chat}) for chat in (False, True))
 TOKENIZE, DETOKENIZE = BodyReading(tokenized, Read, {"served": {"m": 5}}), BodyReading(detokenized, Read, {})
@@ -88,21 +88,17 @@ def read_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def test_no_body_of_any_shape_is_read_on_the_loop_beyond_some_kilobytes(read_here: list[int]) -> None:
-    @on_loop
-    async def case() -> None:
-        async with readers() as its:
-            for name, (reading, body, field) in HOSTILE.items():
-                assert len(body) > HTTP_BODY_BYTES_MAX * 0.9
-                with pytest.raises(RefusedRequestError) as refused:
-                    await its.read(reading, body, nothing)
-                outer = refused.value.param and refused.value.param.partition("[")[0]
-                assert (outer, refused.value.status) == (field, 400), (name, refused.value)
-            assert not read_here
-            await its.read(COMPLETION, b'{"prompt": "a"}', nothing)
-            assert read_here == [15]
-
-    case()
+async def test_no_body_of_any_shape_is_read_on_the_loop_beyond_some_kilobytes(read_here: list[int]) -> None:
+    async with readers() as its:
+        for name, (reading, body, field) in HOSTILE.items():
+            assert len(body) > HTTP_BODY_BYTES_MAX * 0.9
+            with pytest.raises(RefusedRequestError) as refused:
+                await its.read(reading, body, nothing)
+            outer = refused.value.param and refused.value.param.partition("[")[0]
+            assert (outer, refused.value.status) == (field, 400), (name, refused.value)
+        assert not read_here
+        await its.read(COMPLETION, b'{"prompt": "a"}', nothing)
+        assert read_here == [15]
 
 
 PROMPTS = [[7] * 2_000, [300] * 5_000, [1 << 31]]
@@ -116,7 +112,6 @@ EQUAL = {
 }
 
 
-@on_loop
 async def test_what_another_process_reads_is_what_this_one_reads() -> None:
     async with readers() as its:
         for name, (reading, fields) in EQUAL.items():
@@ -124,41 +119,33 @@ async def test_what_another_process_reads_is_what_this_one_reads() -> None:
             assert await its.read(reading, body, nothing) == reading.read(body, BytesText()), name
 
 
-def test_a_router_takes_bodies_of_the_largest_size(read_here: list[int]) -> None:
-    @on_loop
-    async def case() -> None:
-        async with site() as it:
-            tokens = 524_288
-            status, answer, _ = await it.post(prompt="ab" * (tokens // 2), max_tokens=2)
-            assert (status, answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]) == (200, "ba", tokens)
-            status, answer, _ = await it.post(prompt=[[97, 98] * 6_000] * 100, max_tokens=1)
-            assert (status, len(answer["choices"])) == (200, 100)
-            assert {len(unpack_ids("", each.prompt)) for each in it.decode[0].begun[1:]} == {12_000}
-            messages = [{"role": "user", "content": "a" * 60}] * 4_000
-            status, answer, _ = await it.post("/v1/chat/completions", messages=messages, max_tokens=1)
-            assert status == 200
-            status, answer, _ = await it.post("/tokenize", prompt="a" * tokens)
-            assert (status, answer["count"]) == (200, tokens)
-            assert not read_here
-
-    case()
+async def test_a_router_takes_bodies_of_the_largest_size(read_here: list[int]) -> None:
+    async with site() as it:
+        tokens = 524_288
+        status, answer, _ = await it.post(prompt="ab" * (tokens // 2), max_tokens=2)
+        assert (status, answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]) == (200, "ba", tokens)
+        status, answer, _ = await it.post(prompt=[[97, 98] * 6_000] * 100, max_tokens=1)
+        assert (status, len(answer["choices"])) == (200, 100)
+        assert {len(unpack_ids("", each.prompt)) for each in it.decode[0].begun[1:]} == {12_000}
+        messages = [{"role": "user", "content": "a" * 60}] * 4_000
+        status, answer, _ = await it.post("/v1/chat/completions", messages=messages, max_tokens=1)
+        assert status == 200
+        status, answer, _ = await it.post("/tokenize", prompt="a" * tokens)
+        assert (status, answer["count"]) == (200, tokens)
+        assert not read_here
 
 
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
-def test_a_relay_passes_on_a_body_of_the_largest_size_as_it_came(engine: str, read_here: list[int]) -> None:
-    @on_loop
-    async def case() -> None:
-        of = {"of": FakeSglang} if engine == "sglang" else {}
-        async with server_site(**of) as it:
-            body = of_size(b'{"prompt":"a","x":[', b'{"a":[[1.10]]},', b"0]}")
-            path = "/v1/completions"
-            async with it.http.post(it.url + path, data=body) as response:
-                assert response.status == 200
-            for each in (it.decode[0], it.prefill[0]):
-                assert each.seen[-1].body["x"] == json.loads(body)["x"]
-            assert not read_here
-
-    case()
+async def test_a_relay_passes_on_a_body_of_the_largest_size_as_it_came(engine: str, read_here: list[int]) -> None:
+    of = {"of": FakeSglang} if engine == "sglang" else {}
+    async with server_site(**of) as it:
+        body = of_size(b'{"prompt":"a","x":[', b'{"a":[[1.10]]},', b"0]}")
+        path = "/v1/completions"
+        async with it.http.post(it.url + path, data=body) as response:
+            assert response.status == 200
+        for each in (it.decode[0], it.prefill[0]):
+            assert each.seen[-1].body["x"] == json.loads(body)["x"]
+        assert not read_here
 
 
 def frozen(process: ReadingProcess) -> None:
@@ -172,7 +159,6 @@ async def idle(its: BodyReaders) -> ReadingProcess:
     return its.idle[0]
 
 
-@on_loop
 async def test_a_process_that_dies_fails_its_request_alone_and_another_takes_over() -> None:
     async with readers() as its:
         process = await idle(its)
@@ -186,22 +172,17 @@ async def test_a_process_that_dies_fails_its_request_alone_and_another_takes_ove
         assert (await idle(its)).pid != process.pid
 
 
-def test_a_body_that_takes_too_long_is_given_up_and_its_process_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_loop
-    async def case() -> None:
-        async with readers() as its:
-            process = await idle(its)
-            frozen(process)
-            monkeypatch.setattr(body_readers, "READ_S", 0.2)
-            with pytest.raises(RefusedRequestError, match="takes longer than 0 s"):
-                await its.read(COMPLETION, LARGE, nothing)
-            monkeypatch.undo()
-            assert (await idle(its)).pid != process.pid
-
-    case()
+async def test_a_body_that_takes_too_long_is_given_up_and_its_process_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with readers() as its:
+        process = await idle(its)
+        frozen(process)
+        monkeypatch.setattr(body_readers, "READ_S", 0.2)
+        with pytest.raises(RefusedRequestError, match="takes longer than 0 s"):
+            await its.read(COMPLETION, LARGE, nothing)
+        monkeypatch.undo()
+        assert (await idle(its)).pid != process.pid
 
 
-@on_loop
 async def test_a_process_that_starts_slowly_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_readers, "START_S", 0.001)
     async with readers() as its:
@@ -210,7 +191,6 @@ async def test_a_process_that_starts_slowly_is_not_the_clients_fault(monkeypatch
         assert failed.value.status == 503
 
 
-@on_loop
 async def test_a_turn_that_comes_as_its_request_leaves_is_the_next_ones() -> None:
     errors: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
@@ -227,7 +207,6 @@ async def test_a_turn_that_comes_as_its_request_leaves_is_the_next_ones() -> Non
     assert not errors
 
 
-@on_loop
 async def test_the_shortest_body_is_read_next_and_who_leaves_gives_its_turn_back() -> None:
     async with readers() as its:
         process, order = await idle(its), list[int]()
@@ -247,7 +226,6 @@ async def test_the_shortest_body_is_read_next_and_who_leaves_gives_its_turn_back
         assert (await idle(its)).pid == process.pid
 
 
-@on_loop
 async def test_processes_are_bounded_and_end_with_their_router() -> None:
     async with readers(processes=2) as its:
         await asyncio.gather(*(its.read(COMPLETION, LARGE, nothing) for _ in range(6)))
@@ -258,7 +236,6 @@ async def test_processes_are_bounded_and_end_with_their_router() -> None:
             os.kill(pid, 0)
 
 
-@on_loop
 async def test_bodies_that_wait_to_be_read_are_bounded_together() -> None:
     limits = Limits(room_deadline_ms=60_000)
     async with site(limits=limits) as it:

@@ -17,7 +17,7 @@ from pdtransfer.serve.router.fleet.fleet_changes import FleetChanges
 from pdtransfer.serve.router.fleet.membership import Membership
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.serve.router.router_site import Site, Worker, site
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 KEYS = {"prefill-0": "p" * 40, "decode-0": "d" * 40}
 
@@ -130,7 +130,6 @@ def target_of(endpoint: str) -> HostPort:
     return HostPort(host, int(port))
 
 
-@on_loop
 async def test_workers_come_and_go_with_their_records_and_stay_while_no_resolver_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,7 +153,6 @@ async def test_workers_come_and_go_with_their_records_and_stay_while_no_resolver
     await new.close()
 
 
-@on_loop
 async def test_a_room_of_a_worker_that_leaves_dns_runs_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     tables, new = Tables(), Worker("d1", "decode")
     endpoint = await new.open()
@@ -175,7 +173,6 @@ async def test_a_room_of_a_worker_that_leaves_dns_runs_to_its_end(monkeypatch: p
     await new.close()
 
 
-@on_loop
 async def test_a_worker_on_another_host_without_a_key_is_refused_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,7 +205,6 @@ def test_a_worker_that_has_been_taken_in_is_not_checked_again(monkeypatch: pytes
     assert membership.checked("another", found).refused == ["its name does not resolve"]
 
 
-@on_loop
 async def test_a_resolver_asks_again_within_bounds_and_separates_no_answer_from_no_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -241,7 +237,6 @@ async def test_a_resolver_asks_again_within_bounds_and_separates_no_answer_from_
             await resolver.ask(service)
 
 
-@on_loop
 async def test_a_router_finds_its_workers_by_srv_records_and_proves_their_keys(tmp_path: Path) -> None:
     pytest.importorskip("dns")
     from tests.serve.router.dns_server import name_server

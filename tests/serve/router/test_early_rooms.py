@@ -10,7 +10,6 @@ from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, 
 from pdtransfer.wire import Begin, End, Logprobs, Sampling, Tokens, TokensAcked, pack_ids
 from tests.serve.router.router_site import site
 from tests.serve.router.routing_bench import D2, P2, Bench, D, P
-from tests.support.waiting import on_loop
 
 
 def begun(**more) -> Bench:
@@ -119,7 +118,6 @@ def test_an_answer_that_no_room_goes_on_with_fails() -> None:
     assert [(each.request, each.cause) for each in bench.of(Fail)] == [(1, Cause.ENGINE)]
 
 
-@on_loop
 async def test_only_streams_ask_for_it_and_only_where_the_flag_allows_it() -> None:
     for stream_from in ("prefill", "decode"):
         async with site(stream_from=stream_from) as it:

@@ -17,7 +17,7 @@ from pdtransfer.serve.process.http import Health, HttpListener, application
 from pdtransfer.serve.router.front import openai_http
 from tests.serve.router.router_site import site
 from tests.support.processes import forked_descriptors
-from tests.support.waiting import on_loop, run_on_loop, until
+from tests.support.waiting import until
 
 GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -52,7 +52,6 @@ async def live(stream: Stream) -> bool:
         return False
 
 
-@on_loop
 async def test_beyond_the_bound_the_longest_idle_connection_is_closed() -> None:
     async with listening(connections_max=8) as (listener, connect):
         assert listener.doors is not None
@@ -66,7 +65,6 @@ async def test_beyond_the_bound_the_longest_idle_connection_is_closed() -> None:
         assert len(listener.doors) == 8
 
 
-@on_loop
 async def test_a_flood_of_idle_connections_keeps_no_client_out() -> None:
     async with listening(connections_max=16) as (listener, connect):
         for _ in range(400):
@@ -76,7 +74,6 @@ async def test_a_flood_of_idle_connections_keeps_no_client_out() -> None:
         assert len(listener.doors) == 16
 
 
-@on_loop
 async def test_a_connection_being_served_is_not_closed() -> None:
     asked, go = asyncio.Event(), asyncio.Event()
 
@@ -111,26 +108,22 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /li", b"GET /live HTTP/1.1\r\nHost: localhost\r\nX: 1\r\n"])
-def test_half_a_request_is_not_waited_for(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_a_request_is_not_waited_for(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_limit.ConnectionLimiter.__init__, "__kwdefaults__", {"wait_s": 0.2})
-
-    async def case() -> None:
-        async with listening() as (listener, connect):
-            reader, writer = await connect()
-            writer.write(sent)
-            over = asyncio.ensure_future(ended(reader))
-            while not (await asyncio.wait([over], timeout=0.05))[0]:
-                if sent and not writer.is_closing():
-                    writer.write(b"x")  # a single byte now and then extends no deadline
-            assert await over == b""
-            assert await live(await connect())
-            assert listener.doors is not None
-            await until(lambda: len(listener.doors) <= 1)
-
-    run_on_loop(case)
+    async with listening() as (listener, connect):
+        reader, writer = await connect()
+        writer.write(sent)
+        over = asyncio.ensure_future(ended(reader))
+        while not (await asyncio.wait([over], timeout=0.05))[0]:
+            if sent and not writer.is_closing():
+                writer.write(b"x")  # a single byte now and then extends no deadline
+        assert await over == b""
+        assert await live(await connect())
+        assert listener.doors is not None
+        await until(lambda: len(listener.doors) <= 1)
 
 
-def test_an_answer_that_its_client_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_its_client_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_limit.ConnectionLimiter.__init__, "__kwdefaults__", {"wait_s": 0.2})
     size, transports = 32 << 20, []
 
@@ -138,26 +131,23 @@ def test_an_answer_that_its_client_does_not_read_is_given_up(monkeypatch: pytest
         transports.append(request.transport)
         return http.web.Response(body=bytes(size))
 
-    async def case() -> None:
-        app = http.web.Application()
-        app.add_routes([http.web.get("/large", large)])
-        listener = HttpListener(app, connections_max=8)
-        host, _, port = (await listener.open("127.0.0.1:0")).rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await reader.readuntil(b"\r\n\r\n")
-        assert listener.doors is not None
-        await until(lambda: len(listener.doors) == 0)
-        await until(lambda: transports[0].get_write_buffer_size() == 0)
-        assert len(await ended(reader)) < size
-        writer.close()
-        await listener.close()
-
-    run_on_loop(case)
+    app = http.web.Application()
+    app.add_routes([http.web.get("/large", large)])
+    listener = HttpListener(app, connections_max=8)
+    host, _, port = (await listener.open("127.0.0.1:0")).rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    assert listener.doors is not None
+    await until(lambda: len(listener.doors) == 0)
+    await until(lambda: transports[0].get_write_buffer_size() == 0)
+    assert len(await ended(reader)) < size
+    writer.close()
+    await listener.close()
 
 
 @pytest.mark.parametrize(("unread", "looks"), [(0, 1), (5, 2)])
-def test_a_client_that_still_reads_has_longer(unread: int, looks: int) -> None:
+async def test_a_client_that_still_reads_has_longer(unread: int, looks: int) -> None:
     class Transport(asyncio.Transport):
         looks = aborted = 0
 
@@ -168,14 +158,11 @@ def test_a_client_that_still_reads_has_longer(unread: int, looks: int) -> None:
         def abort(self) -> None:
             self.aborted += 1
 
-    async def case() -> None:
-        transport = Transport()
-        doors = connection_limit.ConnectionLimiter(asyncio.Protocol, connections_max=1, wait_s=0.02)
-        assert doors.came(transport)
-        await until(lambda: transport.aborted)
-        assert (transport.looks, transport.aborted, len(doors)) == (looks, 1, 0)
-
-    run_on_loop(case)
+    transport = Transport()
+    doors = connection_limit.ConnectionLimiter(asyncio.Protocol, connections_max=1, wait_s=0.02)
+    assert doors.came(transport)
+    await until(lambda: transport.aborted)
+    assert (transport.looks, transport.aborted, len(doors)) == (looks, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -190,16 +177,13 @@ def test_a_client_that_still_reads_has_longer(unread: int, looks: int) -> None:
     ],
     ids=["line", "header", "headers", "tls", "smuggled", "zeros"],
 )
-def test_an_invalid_request_is_refused_and_closes_its_connection(request_: bytes) -> None:
-    async def case() -> None:
-        async with listening() as (_, connect):
-            reader, writer = await connect()
-            writer.write(request_)
-            with suppress(ConnectionResetError):  # it may close before it has read everything
-                assert (await reader.read()).startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
-            assert await live(await connect())
-
-    run_on_loop(case)
+async def test_an_invalid_request_is_refused_and_closes_its_connection(request_: bytes) -> None:
+    async with listening() as (_, connect):
+        reader, writer = await connect()
+        writer.write(request_)
+        with suppress(ConnectionResetError):  # it may close before it has read everything
+            assert (await reader.read()).startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
+        assert await live(await connect())
 
 
 # The router's bodies
@@ -212,75 +196,58 @@ async def posting(url: str, head: bytes) -> Stream:
     return stream
 
 
-def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_http, "BODY_S", 0.2)
-
-    async def case() -> None:
-        async with site() as it:
-            reader, writer = await posting(it.url, b'Content-Length: 100\r\n\r\n{"prompt"')
-            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
-            assert (await it.post(prompt="a", max_tokens=1))[0] == 200
-            writer.close()
-
-    run_on_loop(case)
+    async with site() as it:
+        reader, writer = await posting(it.url, b'Content-Length: 100\r\n\r\n{"prompt"')
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+        assert (await it.post(prompt="a", max_tokens=1))[0] == 200
+        writer.close()
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_bodies_being_received_are_bounded_together(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_being_received_are_bounded_together(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_http, "HTTP_BODIES_BYTES_MAX", 250_000)
-
-    async def case() -> None:
-        async with site() as it:
-            head = b"Transfer-Encoding: chunked\r\n\r\n20000\r\n" if chunked else b"Content-Length: 200000\r\n\r\n"
-            streams = [await posting(it.url, head + b" " * 100_000) for _ in range(2)]
-            await until(lambda: it.router.open_requests.bodies_bytes == 200_000)
-            last, _ = await posting(it.url, head + b" " * 100_000)
-            assert (await last.readline()).startswith(b"HTTP/1.1 429")
-            await until(lambda: it.router.open_requests.bodies_bytes == 200_000)
-            for _, writer in streams:
-                writer.close()
-            await until(lambda: it.router.open_requests.bodies_bytes == 0)
-            assert (await it.post(prompt="a", max_tokens=1))[0] == 200
-
-    run_on_loop(case)
+    async with site() as it:
+        head = b"Transfer-Encoding: chunked\r\n\r\n20000\r\n" if chunked else b"Content-Length: 200000\r\n\r\n"
+        streams = [await posting(it.url, head + b" " * 100_000) for _ in range(2)]
+        await until(lambda: it.router.open_requests.bodies_bytes == 200_000)
+        last, _ = await posting(it.url, head + b" " * 100_000)
+        assert (await last.readline()).startswith(b"HTTP/1.1 429")
+        await until(lambda: it.router.open_requests.bodies_bytes == 200_000)
+        for _, writer in streams:
+            writer.close()
+        await until(lambda: it.router.open_requests.bodies_bytes == 0)
+        assert (await it.post(prompt="a", max_tokens=1))[0] == 200
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_beyond_the_limit_is_refused(chunked: bool) -> None:
-    async def case() -> None:
-        async with site() as it:
-            head = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" if chunked else b"Content-Length: %d\r\n\r\n"
-            reader, writer = await posting(it.url, head % (HTTP_BODY_BYTES_MAX + 1))
-            writer.write(b" " * (HTTP_BODY_BYTES_MAX + 1) if chunked else b"")
-            assert (await reader.readline()).startswith(b"HTTP/1.1 413")
-            assert it.router.open_requests.bodies_bytes == 0
-            writer.close()
-
-    run_on_loop(case)
+async def test_a_body_beyond_the_limit_is_refused(chunked: bool) -> None:
+    async with site() as it:
+        head = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" if chunked else b"Content-Length: %d\r\n\r\n"
+        reader, writer = await posting(it.url, head % (HTTP_BODY_BYTES_MAX + 1))
+        writer.write(b" " * (HTTP_BODY_BYTES_MAX + 1) if chunked else b"")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+        assert it.router.open_requests.bodies_bytes == 0
+        writer.close()
 
 
-def test_no_body_is_decompressed() -> None:
-    async def case() -> None:
-        async with site() as it:
-            bomb = gzip.compress(json.dumps({"prompt": "a" * 100_000}).encode())
-            reader, writer = await posting(it.url, b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb))
-            writer.write(bomb)
-            assert (await reader.readline()).startswith(b"HTTP/1.1 400")
-            writer.close()
-
-    run_on_loop(case)
+async def test_no_body_is_decompressed() -> None:
+    async with site() as it:
+        bomb = gzip.compress(json.dumps({"prompt": "a" * 100_000}).encode())
+        reader, writer = await posting(it.url, b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb))
+        writer.write(bomb)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        writer.close()
 
 
-def test_prompts_of_unfinished_requests_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def case() -> None:
-        async with site() as it:
-            it.router.open_requests.prompts_bytes = it.router._config.limits.prompts_bytes_max - 8
-            status, body, _ = await it.post(prompt="abc", max_tokens=1)
-            assert (status, body["error"]["code"]) == (429, "full")
-            assert (await it.post(prompt="ab", max_tokens=1))[0] == 200
-            assert it.router.open_requests.prompts_bytes == it.router._config.limits.prompts_bytes_max - 8
-
-    run_on_loop(case)
+async def test_prompts_of_unfinished_requests_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with site() as it:
+        it.router.open_requests.prompts_bytes = it.router._config.limits.prompts_bytes_max - 8
+        status, body, _ = await it.post(prompt="abc", max_tokens=1)
+        assert (status, body["error"]["code"]) == (429, "full")
+        assert (await it.post(prompt="ab", max_tokens=1))[0] == 200
+        assert it.router.open_requests.prompts_bytes == it.router._config.limits.prompts_bytes_max - 8
 
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -301,19 +268,15 @@ HALVES = [
 ]
 
 
-def test_half_a_surrogate_pair_is_a_400_that_names_its_field() -> None:
-    async def case() -> None:
-        async with site() as it:
-            for path, body, field, value in HALVES:
-                status, answer, _ = await it.post(path, **body | {field: value})
-                assert (status, answer["error"]["param"]) == (400, field), (path, field, answer)
-                assert "half of a surrogate pair" in answer["error"]["message"]
-            assert not it.decode[0].begun
-
-    run_on_loop(case)
+async def test_half_a_surrogate_pair_is_a_400_that_names_its_field() -> None:
+    async with site() as it:
+        for path, body, field, value in HALVES:
+            status, answer, _ = await it.post(path, **body | {field: value})
+            assert (status, answer["error"]["param"]) == (400, field), (path, field, answer)
+            assert "half of a surrogate pair" in answer["error"]["message"]
+        assert not it.decode[0].begun
 
 
-@on_loop
 async def test_an_answer_and_a_listener_end_although_a_forked_child_has_their_descriptors() -> None:
     async with listening() as (listener, connect):
         assert listener.doors is not None

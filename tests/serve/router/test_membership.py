@@ -39,7 +39,7 @@ from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.wire import Begin, End, Ended, Goodbye, Hello, Load, Ping, Pong, Tokens, Welcome, pack_ids
 from tests.serve.router.router_site import Site, Worker, site
 from tests.support.routing_world import LIMITS, identity, request
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 P, D, D2 = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "tcp://127.0.0.1:3"
 TOKEN = "0123456789abcdef-secret"
@@ -374,7 +374,6 @@ async def administered(token: Path, **more) -> AsyncIterator[tuple[Site, str]]:
             await changes.close()
 
 
-@on_loop
 async def test_without_its_token_the_admin_api_does_nothing(token: Path) -> None:
     async with administered(token) as (it, url):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": "Bearer "}):
@@ -393,7 +392,6 @@ async def test_without_its_token_the_admin_api_does_nothing(token: Path) -> None
             assert answer.status == 503
 
 
-@on_loop
 async def test_the_admin_token_is_compared_as_a_whole(token: Path) -> None:
     """Each beginning of it, each byte changed, and what goes on after it."""
     parts = [TOKEN[:count] for count in range(len(TOKEN))]
@@ -408,7 +406,6 @@ async def test_the_admin_token_is_compared_as_a_whole(token: Path) -> None:
             assert answer.status == 200
 
 
-@on_loop
 async def test_a_wrong_change_is_refused_with_its_field(token: Path) -> None:
     bearer = {"Authorization": f"Bearer {TOKEN}"}
     async with administered(token) as (it, url):
@@ -427,7 +424,6 @@ async def test_a_wrong_change_is_refused_with_its_field(token: Path) -> None:
         assert len(it.backend.roles()) == 2
 
 
-@on_loop
 async def test_the_commands_list_add_drain_and_remove(token: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = Worker("d1", "decode")
     endpoint = await new.open()
@@ -463,7 +459,6 @@ async def test_the_commands_list_add_drain_and_remove(token: Path, capsys: pytes
         await new.close()
 
 
-@on_loop
 async def test_a_file_is_followed_after_an_error_of_ours_and_a_wrong_line_is_tried_again(
     tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,7 +484,6 @@ async def test_a_file_is_followed_after_an_error_of_ours_and_a_wrong_line_is_tri
     await new.close()
 
 
-@on_loop
 async def test_a_file_is_followed_and_a_wrong_one_changes_nothing(
     tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -512,7 +506,6 @@ async def test_a_file_is_followed_and_a_wrong_one_changes_nothing(
     await new.close()
 
 
-@on_loop
 async def test_a_router_dials_more_workers_than_a_worker_has_peers() -> None:
     missing = tuple(f"tcp://127.0.0.1:{port}" for port in range(1, 301))
     router = router_of(RouterConfig(listen="127.0.0.1:0", prefill=missing[:1], decode=missing[1:]))

@@ -23,7 +23,7 @@ from pdtransfer.serve.tracing.ended_request import EndedRequest
 from pdtransfer.wire import Goodbye, Load, Pong, Tally, Welcome, WorkerFigures
 from tests.serve.router.router_site import site
 from tests.support.routing_world import LIMITS, identity
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 PAGE = (Path(package.__file__).parent / "status_page.html").read_text()
 P, D = "tcp://p0:1", "tcp://d0:1"
@@ -148,7 +148,6 @@ def test_rates_and_quantiles_are_of_the_latest_requests() -> None:
     assert (recent.requests_s, recent.first_token_ms()) == (0.0, None)
 
 
-@on_loop
 async def test_the_router_serves_its_document_as_it_is_now() -> None:
     async with site(prefill=2) as it:
         status, text = await it.get("/status")
@@ -169,7 +168,6 @@ async def test_the_router_serves_its_document_as_it_is_now() -> None:
         assert json.loads((await it.get("/status"))[1])["workers"][1]["state"] == "draining"
 
 
-@on_loop
 async def test_the_page_may_run_its_own_script_and_ask_its_own_router_and_nothing_else() -> None:
     async with site() as it, it.http.get(it.url + "/") as response:
         assert (response.status, response.content_type, await response.text()) == (200, "text/html", PAGE)

@@ -18,7 +18,6 @@ from pdtransfer.serve.engine_api import HBM_ALIGNMENT, EngineConfig, EngineDescr
 from pdtransfer.serve.settings.worker import DecodeConfig
 from pdtransfer.serve.worker import daemon
 from tests.support.fake_gpu import FakeRegistrar
-from tests.support.waiting import on_loop
 
 MIB = 1 << 20
 
@@ -127,7 +126,6 @@ def test_an_arena_that_its_card_refuses_ends_the_start_and_is_unmapped(monkeypat
     assert seen[0].mapping._map.closed
 
 
-@on_loop
 async def test_a_daemon_ends_where_backing_its_arena_raises() -> None:
     def broken(*_: object) -> None:
         raise ValueError("a bug")

@@ -10,7 +10,7 @@ from pdtransfer.serve.engine_api import Finished, HotFigures, Token
 from pdtransfer.serve.worker.engine_thread import Generate
 from pdtransfer.wire import Begin, Cancel, Ping, Pong, Sampling, Tally, WorkerFigures, pack_ids
 from tests.serve.worker.daemon_pair import TOKENS, Routers, decode, prefill
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers: rooms stay as they are
 
@@ -30,7 +30,6 @@ async def generates(daemon: Any) -> Generate:
     return orders[0]
 
 
-@on_loop
 async def test_a_room_that_has_landed_counts_on_both_sides(tmp_path: Path) -> None:
     async with prefill() as left, decode(tmp_path) as right:
         right.routers.send("a", left.begin("a", 7, "d0"))
@@ -52,7 +51,6 @@ async def test_a_room_that_has_landed_counts_on_both_sides(tmp_path: Path) -> No
         await left.drained()
 
 
-@on_loop
 async def test_failed_rooms_are_counted_and_a_stranger_gets_no_figures(tmp_path: Path) -> None:
     async with decode(tmp_path) as daemon:
         for room in (7, 8, 9):
@@ -76,7 +74,6 @@ class Figured:
         return getattr(self._engine, name)
 
 
-@on_loop
 async def test_hisparse_figures_are_its_engines(tmp_path: Path) -> None:
     sparse: dict[str, Any] = {"enable_hisparse": True, "engine_option": ("layers=1", "top_k=16"), "hot_tokens": 32}
     async with decode(tmp_path, wrap=Figured, **sparse, device_slots=66, dense_slots=256) as daemon:

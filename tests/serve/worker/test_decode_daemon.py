@@ -13,7 +13,7 @@ from pdtransfer.serve.engine_api import HotFigures
 from pdtransfer.serve.worker.daemon_metrics import DecodeMetrics
 from pdtransfer.wire import Begin, Sampling, pack_ids
 from tests.serve.worker.daemon_pair import decode
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers: rooms stay as they are
 SPARSE = {
@@ -30,7 +30,6 @@ def taken(daemon: Any) -> set[int]:
     return set(daemon.rank.by_id)
 
 
-@on_loop
 async def test_beyond_its_bound_a_request_is_answered_full_and_when_to_ask_again(tmp_path: Path) -> None:
     async with decode(tmp_path, **SPARSE) as daemon:
         daemon.routers.send("a", begin(1), begin(2), begin(3), begin(4, sparse=False))
@@ -50,7 +49,6 @@ async def test_beyond_its_bound_a_request_is_answered_full_and_when_to_ask_again
         assert taken(daemon) == {4, 5, 6}
 
 
-@on_loop
 async def test_a_request_that_could_never_run_is_refused_with_both_values(tmp_path: Path) -> None:
     async with decode(tmp_path, **SPARSE) as daemon:
         daemon.routers.send("a", begin(1, tokens=1_021), begin(2, sparse=False, tokens=253))
@@ -59,7 +57,6 @@ async def test_a_request_that_could_never_run_is_refused_with_both_values(tmp_pa
         assert taken(daemon) == set()
 
 
-@on_loop
 async def test_its_figures_are_metrics(tmp_path: Path) -> None:
     figures = HotFigures(
         running=1, waiting=2, hits=3, misses=4, swapped_bytes=5, preloaded_bytes=6, retracts=7, admission_bytes=8

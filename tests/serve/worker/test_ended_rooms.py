@@ -14,12 +14,11 @@ from pdtransfer.serve.worker.engine_thread import Quit
 from pdtransfer.wire import Cancel as CancelRoom
 from pdtransfer.wire import Load
 from tests.serve.worker.daemon_pair import TOKENS, decode, prefill
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 ROOM = 7
 
 
-@on_loop
 async def test_both_workers_record_a_room_once_with_the_parts_of_its_time(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
         thread = engine_thread.start(d.thread, lambda _: None)
@@ -56,7 +55,6 @@ async def test_both_workers_record_a_room_once_with_the_parts_of_its_time(direct
         assert generated.admission_us == max(1, round(1e6 * of_decode.admission_s))
 
 
-@on_loop
 async def test_a_room_that_its_router_gives_up_is_recorded_as_cancelled(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
         d.routers.send("a", p.begin("a", ROOM, "d0"))
@@ -72,7 +70,6 @@ async def test_a_room_that_its_router_gives_up_is_recorded_as_cancelled(director
         assert (record.admission_s, record.first_token_s) == (None, None)
 
 
-@on_loop
 async def test_rooms_that_never_start_are_recorded_with_their_cause(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
         begin = replace(

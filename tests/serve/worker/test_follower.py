@@ -31,7 +31,7 @@ from pdtransfer.wire import (
     StepOrders,
 )
 from tests.serve.worker.daemon_pair import OPTIONS, follower
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 
 def begin(room: int, prompt: bytes = b"abcd") -> Begin:
@@ -62,7 +62,6 @@ def order(what: Any, local_id: int) -> StepOrders:
         (RankBound("", ""), "kind: RankBound is not a message from a leader to a rank"),
     ],
 )
-@on_loop
 async def test_an_order_that_makes_no_sense_is_refused_and_none_of_its_step_is_done(
     message: Message, text: str
 ) -> None:
@@ -90,7 +89,6 @@ class Reports:
         self.over.append(room.local_id)
 
 
-@on_loop
 async def test_a_prefill_rank_takes_the_next_room_of_an_id_before_the_pages_of_the_drained_one_are_free() -> None:
     config = PrefillConfig(**OPTIONS)
     engine, reports, port = create_engine(config.factory, config.engine_config), Reports(), ThreadQueues[list[Order]]()

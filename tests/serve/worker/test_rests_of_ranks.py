@@ -24,7 +24,6 @@ from pdtransfer.wire import (
     pack_ids,
 )
 from tests.serve.worker.daemon_pair import Leader, decode, follower
-from tests.support.waiting import on_loop
 
 NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers
 PROMPT, ANSWER, FURTHER = [97] * 100, [98] * 40, [99] * 10
@@ -68,7 +67,6 @@ def first_turn(follows: Follower, leader: Leader) -> Steps:
     return steps
 
 
-@on_loop
 async def test_a_turn_that_comes_a_step_too_early_finds_the_blocks_of_the_one_before(tmp_path: Path) -> None:
     async with follower(tmp_path) as (follows, leader):
         steps = first_turn(follows, leader)
@@ -83,7 +81,6 @@ async def test_a_turn_that_comes_a_step_too_early_finds_the_blocks_of_the_one_be
         follows.take(RankFailed(5, 3, "aborted", ""))
 
 
-@on_loop
 async def test_what_the_leader_has_not_cached_is_computed_though_it_is_cached_here(tmp_path: Path) -> None:
     async with follower(tmp_path) as (follows, leader):
         steps = first_turn(follows, leader)
@@ -96,7 +93,6 @@ async def test_what_the_leader_has_not_cached_is_computed_though_it_is_cached_he
         assert order.done == 64
 
 
-@on_loop
 async def test_a_rank_that_has_given_up_what_the_leader_has_cached_refuses_the_turn(tmp_path: Path) -> None:
     async with follower(tmp_path) as (follows, leader):
         steps = first_turn(follows, leader)
@@ -110,7 +106,6 @@ async def test_a_rank_that_has_given_up_what_the_leader_has_cached_refuses_the_t
         assert not follows.rank.rooms
 
 
-@on_loop
 async def test_a_turn_that_fails_before_it_starts_here_never_does(tmp_path: Path) -> None:
     async with follower(tmp_path) as (follows, leader):
         steps = first_turn(follows, leader)
@@ -121,7 +116,6 @@ async def test_a_turn_that_fails_before_it_starts_here_never_does(tmp_path: Path
         assert set(follows.rank.rooms) == {1}
 
 
-@on_loop
 async def test_a_turn_of_a_local_id_that_is_here_fails_with_the_reason(tmp_path: Path) -> None:
     async with follower(tmp_path) as (follows, leader):
         steps = first_turn(follows, leader)
@@ -130,7 +124,6 @@ async def test_a_turn_of_a_local_id_that_is_here_fails_with_the_reason(tmp_path:
         assert leader.sent == [RankFailed(1, 1, "breach", "RankRoom.local_id: 1 is here already", 0)]
 
 
-@on_loop
 async def test_the_leader_announces_what_it_has_not_cached_and_generates_once_all_ranks_have_the_same(
     tmp_path: Path,
 ) -> None:
@@ -154,7 +147,6 @@ async def test_the_leader_announces_what_it_has_not_cached_and_generates_once_al
         assert order.done == 128
 
 
-@on_loop
 async def test_a_turn_that_another_rank_refuses_is_refused_with_its_name(tmp_path: Path) -> None:
     async with decode(tmp_path, ranks=Ranks(0, 2)) as daemon:
         daemon.routers.send("a", rest(11, PROMPT, 500))

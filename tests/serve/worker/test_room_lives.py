@@ -15,7 +15,7 @@ from pdtransfer.serve.worker.group.leader import JoinedRank
 from pdtransfer.wire import Cancel as CancelRoom
 from pdtransfer.wire import RankFailed, RankReady, RankRoom, Ranks, StepOrder, StepOrders, Tokens
 from tests.serve.worker.daemon_pair import TOKENS, decode, follower, prefill
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 ROOM = 7
 
@@ -47,7 +47,6 @@ class Held:
         return self._engine.step()
 
 
-@on_loop
 async def test_a_worker_that_gives_up_keeps_the_slots_of_a_step_until_it_is_over(directory: Path) -> None:
     async with prefill() as p, decode(directory, wrap=Held) as d:
         engine, core = d._engine, d.node.core
@@ -69,7 +68,6 @@ async def test_a_worker_that_gives_up_keeps_the_slots_of_a_step_until_it_is_over
         await asyncio.to_thread(thread.join, 10)
 
 
-@on_loop
 async def test_an_engines_late_word_of_a_room_does_not_end_the_next_one_of_its_label(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
         d.routers.send("a", p.begin("a", ROOM, "d0"))
@@ -90,7 +88,6 @@ async def test_an_engines_late_word_of_a_room_does_not_end_the_next_one_of_its_l
         assert (await d.routers.over("b", ROOM)).reason == "length"
 
 
-@on_loop
 async def test_a_cell_of_a_room_that_is_over_does_not_go_into_the_next_one_of_its_label(directory: Path) -> None:
     async with prefill() as p:
         daemon = p.daemon
@@ -113,7 +110,6 @@ async def test_a_cell_of_a_room_that_is_over_does_not_go_into_the_next_one_of_it
         assert orders(daemon, Free), "and its pages come back"
 
 
-@on_loop
 async def test_a_rank_that_still_has_a_label_refuses_the_next_room_of_it_and_loses_no_slot(directory: Path) -> None:
     async with prefill() as p, follower(directory) as (f, leader):
         f.take(RankRoom(1, 1, p.begin("a", ROOM, "d0-tp1")))
@@ -139,7 +135,6 @@ async def test_a_rank_that_still_has_a_label_refuses_the_next_room_of_it_and_los
         p.routers.send("b", CancelRoom(ROOM, "aborted"))
 
 
-@on_loop
 async def test_a_late_report_of_a_rank_is_not_taken_for_the_next_room_of_its_label(directory: Path) -> None:
     async with prefill() as p, decode(directory, ranks=Ranks(0, 2)) as d:
         other = JoinedRank(Ranks(1, 2), "d0-tp1")
@@ -158,7 +153,6 @@ async def test_a_late_report_of_a_rank_is_not_taken_for_the_next_room_of_its_lab
         assert await generates(d) == 2
 
 
-@on_loop
 async def test_tokens_count_as_cached_when_they_crossed_to_no_rank(directory: Path) -> None:
     async with prefill() as p, decode(directory, ranks=Ranks(0, 2)) as d:
         other, prefixes = JoinedRank(Ranks(1, 2), "d0-tp1"), []
@@ -171,7 +165,6 @@ async def test_tokens_count_as_cached_when_they_crossed_to_no_rank(directory: Pa
         assert prefixes == [0, 128, 64, 128]
 
 
-@on_loop
 async def test_prefill_sends_the_first_token_before_decode_has_the_room_where_it_is_asked_to(directory: Path) -> None:
     async with prefill() as p:
         p.begin("a", ROOM, "d0", first_token=True)

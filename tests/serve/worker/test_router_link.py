@@ -18,7 +18,6 @@ from pdtransfer.serve.worker.router_link import RouterLink
 from pdtransfer.serve.worker.service import Service
 from pdtransfer.wire import Begin, End, Hello, Load, Ping, Reject, Sampling, WorkerFigures
 from tests.support.routing_world import LIMITS, identity
-from tests.support.waiting import on_loop
 
 
 def link_of(service: Service, send: Any, rooms: Any) -> RouterLink:
@@ -32,7 +31,6 @@ def link_of(service: Service, send: Any, rooms: Any) -> RouterLink:
 REFUSAL = Reject(0, "refused", ("role: decode here", "prefill expected"))
 
 
-@on_loop
 async def test_a_refusal_is_forgotten_with_a_ping_or_with_its_router() -> None:
     service = Service(identity("d", "decode"), LIMITS)
     rooms: Any = SimpleNamespace(load=lambda: Load(True, False, 0, 0, 100, 100), figures=lambda: WorkerFigures(1))
@@ -51,7 +49,6 @@ async def test_a_refusal_is_forgotten_with_a_ping_or_with_its_router() -> None:
     assert link.refusals == {}, "a router that is gone refuses nothing, and another one will come"
 
 
-@on_loop
 async def test_a_full_worker_returns_when_to_ask_again_if_it_knows() -> None:
     sent: list[Any] = []
 

@@ -26,7 +26,7 @@ from tests.library.transports.engines.far_pair import (
 from tests.support.fake_gpu import FakeGpu, Held
 from tests.support.internals import sessions_of
 from tests.support.layout_tensors import Model
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]  # whole processes
 
@@ -34,7 +34,6 @@ EVERY, FEW = np.arange(LARGE), np.arange(64)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-@on_loop
 async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_has_them(
     model: Model, layout: str
 ) -> None:
@@ -42,7 +41,6 @@ async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_
         await lands_exactly(it)
 
 
-@on_loop
 async def test_a_slot_is_sent_once_its_launch_has_ended_while_the_next_one_is_gathered() -> None:
     gpu, seen = FakeGpu(), list[int]()
     async with far_pair(gpu) as it:
@@ -65,7 +63,6 @@ async def test_a_slot_is_sent_once_its_launch_has_ended_while_the_next_one_is_ga
         assert it.right
 
 
-@on_loop
 async def test_a_write_that_is_cancelled_between_launches_ends_as_failed_and_others_land() -> None:
     gpu = FakeGpu()
     async with far_pair(gpu) as it:
@@ -81,7 +78,6 @@ async def test_a_write_that_is_cancelled_between_launches_ends_as_failed_and_oth
         await stops_in_the_middle(it, middle)
 
 
-@on_loop
 async def test_what_is_queued_of_a_cancelled_write_is_not_launched() -> None:
     gpu, gate = FakeGpu(), Held()
     async with far_pair(gpu) as it:
@@ -96,7 +92,6 @@ async def test_what_is_queued_of_a_cancelled_write_is_not_launched() -> None:
         assert it.landed() == 0
 
 
-@on_loop
 async def test_a_launch_that_is_refused_fails_its_write_alone() -> None:
     gpu = FakeGpu()
     async with far_pair(gpu) as it:
@@ -115,7 +110,6 @@ async def test_a_launch_that_is_refused_fails_its_write_alone() -> None:
         assert len(sessions_of(it.writer)[SESSION].ring.free) == ring.SLOTS
 
 
-@on_loop
 async def test_a_target_that_no_plan_reaches_fails_its_write_alone() -> None:
     async with far_pair(FakeGpu()) as it:
         await it.map()
@@ -127,7 +121,6 @@ async def test_a_target_that_no_plan_reaches_fails_its_write_alone() -> None:
         assert len(sessions_of(it.writer)[SESSION].ring.free) == ring.SLOTS
 
 
-@on_loop
 async def test_a_card_that_fails_leaves_its_write_unknown_the_ring_mapped_and_the_process_condemned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -150,7 +143,6 @@ async def test_a_card_that_fails_leaves_its_write_unknown_the_ring_mapped_and_th
         assert (await it.ends(2))[0] is Outcome.FAILED
 
 
-@on_loop
 async def test_an_engine_that_is_killed_in_mid_transfer_leaves_nothing_registered_and_the_next_session_lands() -> None:
     gpu = FakeGpu()
     async with far_pair(gpu) as it:
@@ -162,7 +154,6 @@ async def test_an_engine_that_is_killed_in_mid_transfer_leaves_nothing_registere
     assert not gpu.registered
 
 
-@on_loop
 async def test_a_ring_that_cannot_be_registered_maps_nothing_and_leaves_no_process() -> None:
     gpu = FakeGpu()
     gpu.refused = 0
@@ -174,7 +165,6 @@ async def test_a_ring_that_cannot_be_registered_maps_nothing_and_leaves_no_proce
         assert not gpu.registered
 
 
-@on_loop
 async def test_a_session_that_ends_while_its_ring_is_registered_has_no_engine() -> None:
     gpu, gate = FakeGpu(), Held()
     async with far_pair(gpu) as it:

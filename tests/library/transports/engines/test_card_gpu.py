@@ -30,7 +30,6 @@ from tests.library.transports.engines.far_pair import (
     stops_in_the_middle,
 )
 from tests.support.layout_tensors import Model, Pool
-from tests.support.waiting import on_loop
 
 if driver.count() == 0:
     pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
@@ -51,7 +50,6 @@ class OnCard:
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-@on_loop
 async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_has_them(
     model: Model, layout: str
 ) -> None:
@@ -59,7 +57,6 @@ async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_
         await lands_exactly(it)
 
 
-@on_loop
 async def test_the_arena_may_be_registered_with_a_card_while_an_engine_writes_there() -> None:
     async with far_pair(WriterGpu(0), OnCard()) as it:
         it.memory.gpu = gpus.gpu_at(0)
@@ -71,13 +68,11 @@ async def test_the_arena_may_be_registered_with_a_card_while_an_engine_writes_th
         assert it.right
 
 
-@on_loop
 async def test_a_cancelled_write_of_a_card_is_still_and_others_land() -> None:
     async with far_pair(WriterGpu(0), OnCard()) as it:
         await stops_in_the_middle(it, lambda: it.landed() > 0)
 
 
-@on_loop
 async def test_an_engine_that_is_killed_in_mid_transfer_leaves_its_ring_free_and_the_next_session_lands() -> None:
     async with far_pair(WriterGpu(0), OnCard()) as it:
         await dies_while_it_sends(it)

@@ -41,7 +41,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.internals import core_of, node_of, sessions_of
 from tests.support.layout_tensors import CANARY, Pool, mla
 from tests.support.processes import deliver
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]  # whole processes
 
@@ -133,7 +133,6 @@ async def card_pair(*, sends: bytes | None = SEEN, lands: bytes | None = SEEN) -
 
 
 @pytest.mark.parametrize("sends", [SEEN, None], ids=["from the card", "from the ring"])
-@on_loop
 async def test_rows_land_in_the_cards_memory_and_none_in_the_staging_buffer(sends: bytes | None) -> None:
     async with card_pair(sends=sends) as it:
         await it.map()
@@ -145,7 +144,6 @@ async def test_rows_land_in_the_cards_memory_and_none_in_the_staging_buffer(send
         assert it.untouched
 
 
-@on_loop
 async def test_long_runs_leave_from_the_cards_memory_and_what_is_scattered_from_the_ring() -> None:
     async with card_pair() as it:
         await it.map()
@@ -162,7 +160,6 @@ async def test_long_runs_leave_from_the_cards_memory_and_what_is_scattered_from_
         assert it.untouched
 
 
-@on_loop
 async def test_a_sum_is_of_what_is_gathered() -> None:
     async with card_pair() as it:
         await it.map()
@@ -175,7 +172,6 @@ async def test_a_sum_is_of_what_is_gathered() -> None:
 
 @pytest.mark.parametrize("sends", [SEEN, *UNREACHED], ids=["reached", *WHY])
 @pytest.mark.parametrize("lands", UNREACHED, ids=WHY)
-@on_loop
 async def test_an_end_whose_engines_do_not_reach_its_card_stages_alone(
     sends: bytes | None, lands: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,7 +191,6 @@ async def test_an_end_whose_engines_do_not_reach_its_card_stages_alone(
     assert ("rows of HBM components land in the staging buffer: engines" in caplog.text) == (lands is not None)
 
 
-@on_loop
 async def test_without_direct_rows_land_in_the_buffer_though_the_card_is_reached() -> None:
     async with card_pair() as it:
         reach = await it.owner.offer(SESSION + 1)
@@ -205,7 +200,6 @@ async def test_without_direct_rows_land_in_the_buffer_though_the_card_is_reached
         await verifying.close()
 
 
-@on_loop
 async def test_a_killed_engine_of_prefill_leaves_the_end_unknown_and_the_fence_of_decode_ends_all_writing() -> None:
     async with card_pair() as it:
         await it.map()
@@ -228,7 +222,6 @@ async def test_a_killed_engine_of_prefill_leaves_the_end_unknown_and_the_fence_o
         assert it.in_card
 
 
-@on_loop
 async def test_a_fence_of_decode_in_mid_transfer_leaves_the_card_as_it_is() -> None:
     """The death of its engines ends what they copy to the card's memory, whatever the writer still sends."""
     async with card_pair() as it:
@@ -244,7 +237,6 @@ async def test_a_fence_of_decode_in_mid_transfer_leaves_the_card_as_it_is() -> N
         assert np.array_equal(it.card.array, frozen)
 
 
-@on_loop
 async def test_a_pool_that_an_engine_reads_ends_its_write_only_with_the_engine() -> None:
     """The GPU's memory is read by another process: a write is over once its status is known, or that is dead."""
     async with card_pair() as it:
@@ -262,7 +254,6 @@ async def test_a_pool_that_an_engine_reads_ends_its_write_only_with_the_engine()
         assert (await it.ends(1))[0] is Outcome.UNKNOWN
 
 
-@on_loop
 async def test_a_session_that_has_ended_while_the_card_was_tried_out_gets_no_process() -> None:
     async with card_pair() as it:
         offering = asyncio.create_task(it.owner.offer(SESSION + 1))

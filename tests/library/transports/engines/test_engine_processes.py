@@ -52,7 +52,7 @@ from tests.support.libraries import LIBRARIES, on_each_library
 from tests.support.paths import REPO
 from tests.support.processes import command_line, deliver
 from tests.support.session_ends import REACH, identity
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]  # whole processes
 
@@ -80,7 +80,6 @@ async def halfway(it: Both) -> None:
 
 
 @on_each_library
-@on_loop
 async def test_a_writers_engine_that_is_killed_leaves_its_writes_unknown_and_its_fence_drops_the_ring(
     library: Library,
 ) -> None:
@@ -102,7 +101,6 @@ async def test_a_writers_engine_that_is_killed_leaves_its_writes_unknown_and_its
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@on_loop
 async def test_who_closes_does_not_wait_for_what_an_engine_that_has_died_would_report(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +119,6 @@ async def test_who_closes_does_not_wait_for_what_an_engine_that_has_died_would_r
 
 
 @on_each_library
-@on_loop
 async def test_revoking_ends_decodes_engine_and_no_byte_changes_from_quiet_on(library: Library) -> None:
     async with both(library) as it:
         await it.map()
@@ -139,7 +136,6 @@ async def test_revoking_ends_decodes_engine_and_no_byte_changes_from_quiet_on(li
 
 
 @on_each_library
-@on_loop
 async def test_decodes_engine_that_is_killed_is_reported_and_ends_its_writers_writes_as_unknown(
     library: Library,
 ) -> None:
@@ -156,7 +152,6 @@ async def test_decodes_engine_that_is_killed_is_reported_and_ends_its_writers_wr
 
 
 @on_each_library
-@on_loop
 async def test_a_frozen_engine_at_either_end_is_not_waited_for(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +168,6 @@ async def test_a_frozen_engine_at_either_end_is_not_waited_for(
             await until(lambda session=session: it.owner.quiet(session))
 
 
-@on_loop
 async def test_a_small_write_behind_a_large_one_ends_before_it() -> None:
     async with both() as it:
         await it.map()
@@ -185,7 +179,6 @@ async def test_a_small_write_behind_a_large_one_ends_before_it() -> None:
 
 
 @on_each_library
-@on_loop
 async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_others_land(library: Library) -> None:
     async with both(library) as it:
         await it.map()
@@ -204,7 +197,6 @@ async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_other
 
 
 @pytest.mark.parametrize("broken", ["long", "pieces", "gather", "runs"])
-@on_loop
 async def test_a_write_that_cannot_be_planned_fails_alone(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether that shows when it comes, when a piece is taken, in a copy thread, or when a piece is sent."""
 
@@ -228,7 +220,6 @@ async def test_a_write_that_cannot_be_planned_fails_alone(broken: str, monkeypat
 
 
 @pytest.mark.parametrize(("run", "straight"), [(16, True), (8, True), (4, False), (1, False)])
-@on_loop
 async def test_long_runs_leave_from_a_shared_pool_itself_and_short_ones_by_the_ring(run: int, straight: bool) -> None:
     async with both(shared=True) as it:
         await it.map()
@@ -247,7 +238,6 @@ async def test_long_runs_leave_from_a_shared_pool_itself_and_short_ones_by_the_r
         assert filled != straight, "what goes straight leaves no byte in a slot"
 
 
-@on_loop
 async def test_pages_that_another_process_reads_are_not_reported_free_before_it_is_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -274,7 +264,6 @@ async def test_pages_that_another_process_reads_are_not_reported_free_before_it_
         await it.writer.fence(SESSION)
 
 
-@on_loop
 async def test_an_engine_may_read_a_shared_pool_and_not_write_it() -> None:
     async with both(shared=True) as it:
         await it.map()
@@ -283,7 +272,6 @@ async def test_an_engine_may_read_a_shared_pool_and_not_write_it() -> None:
         assert inode not in held_by(it.ours())
 
 
-@on_loop
 async def test_an_engine_listens_on_every_interface_whatever_its_options_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "127.0.0.1")
     async with both() as it:
@@ -293,7 +281,6 @@ async def test_an_engine_listens_on_every_interface_whatever_its_options_are(mon
 
 
 @pytest.mark.parametrize("reply", [b"x", child.REPLY.pack(child.DONE, SLOTS), child.REPLY.pack(9, 0)])
-@on_loop
 async def test_an_engine_that_reports_what_makes_no_sense_is_ended(reply: bytes) -> None:
     async with both() as it:
         await it.map()
@@ -309,7 +296,6 @@ async def test_an_engine_that_reports_what_makes_no_sense_is_ended(reply: bytes)
 
 @on_each_library
 @pytest.mark.parametrize("engines", [(1, 3), (3, 1), (3, 3)])
-@on_loop
 async def test_a_session_has_as_many_engines_as_both_sides_take(library: Library, engines: tuple[int, int]) -> None:
     async with both(library, engines=engines) as it:
         reach = await it.owner.offer(SESSION)
@@ -338,7 +324,6 @@ def test_what_is_no_host_or_further_port_is_refused_before_anything_is_dialled(f
     assert targets_of(replace(reach, host="h.x:65535", address="1")) == ("h.x:65535", "h.x:1")
 
 
-@on_loop
 async def test_one_sessions_end_proves_nothing_about_anothers() -> None:
     async with both() as it:
         await it.map(1)
@@ -352,7 +337,6 @@ async def test_one_sessions_end_proves_nothing_about_anothers() -> None:
         assert it.ended[2][0] is Outcome.LANDED
 
 
-@on_loop
 async def test_no_two_engines_have_the_arena_at_overlapping_addresses() -> None:
     async with both() as it:
         span = -(-it.owner._arena.byte_count // arena._BASE_STEP) * arena._BASE_STEP
@@ -364,7 +348,6 @@ async def test_no_two_engines_have_the_arena_at_overlapping_addresses() -> None:
         assert bases == [arena._BASE_END - span, arena._BASE_FIRST, arena._BASE_FIRST + span]
 
 
-@on_loop
 async def test_engines_are_bounded_and_a_refused_offer_names_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     async with both() as it:
         monkeypatch.setattr(engine_settings, "ENGINES_MAX", 2)
@@ -408,7 +391,6 @@ def few_ports(count: int, stack: ExitStack) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-@on_loop
 async def test_a_session_goes_on_with_the_engines_that_there_are_ports_for(
     side: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -427,7 +409,6 @@ async def test_a_session_goes_on_with_the_engines_that_there_are_ports_for(
 
 
 @on_each_library
-@on_loop
 async def test_a_session_for_which_there_is_no_port_is_refused(library: Library) -> None:
     with ExitStack() as stack:
         async with both(library) as it:
@@ -436,7 +417,6 @@ async def test_a_session_for_which_there_is_no_port_is_refused(library: Library)
                 await it.owner.offer(SESSION)
 
 
-@on_loop
 async def test_a_peer_that_does_not_shake_hands_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     rings = list[SendRing]()
     monkeypatch.setattr(CopyGatherer, "prepare", lambda _, ring: rings.append(ring))
@@ -454,7 +434,6 @@ async def test_a_peer_that_does_not_shake_hands_costs_no_memory(monkeypatch: pyt
         assert not os.fstat(ring.fd).st_blocks, "its process backs nothing of it"
 
 
-@on_loop
 async def test_an_engine_that_dies_while_its_ring_is_prepared_maps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     reached, go = threading.Event(), threading.Event()
 
@@ -478,7 +457,6 @@ async def test_an_engine_that_dies_while_its_ring_is_prepared_maps_nothing(monke
 
 
 @on_each_library
-@on_loop
 async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_within_the_bound(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,7 +479,6 @@ async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_wi
         assert not sessions_of(it.writer)
 
 
-@on_loop
 async def test_an_address_that_no_engine_can_be_reached_by_is_refused_with_the_transport_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -638,7 +615,6 @@ async def nodes(library: Library = LIBRARIES[0]) -> AsyncIterator[Nodes]:
 
 
 @on_each_library
-@on_loop
 async def test_rooms_cross_and_are_verified_and_both_nodes_count_the_session(library: Library) -> None:
     async with nodes(library) as it:
         assert await it.lands()
@@ -649,7 +625,6 @@ async def test_rooms_cross_and_are_verified_and_both_nodes_count_the_session(lib
 @on_each_library
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-@on_loop
 async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come_back_for_the_next(
     library: Library, side: str, signal_number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -672,7 +647,6 @@ async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-@on_loop
 async def test_an_engine_that_dies_between_rooms_is_replaced_before_the_next_one(side: str) -> None:
     async with nodes() as it:
         assert await it.lands()
@@ -683,7 +657,6 @@ async def test_an_engine_that_dies_between_rooms_is_replaced_before_the_next_one
         assert await it.lands()
 
 
-@on_loop
 async def test_nothing_is_begun_for_a_session_that_has_ended_before_it_was_offered() -> None:
     async with nodes() as it:
         assert await it.lands()
@@ -692,7 +665,6 @@ async def test_nothing_is_begun_for_a_session_that_has_ended_before_it_was_offer
         assert it.decode.transport.counts["mooncake"] == 1
 
 
-@on_loop
 async def test_no_engine_is_started_for_a_session_that_ends_while_its_address_is_looked_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -720,7 +692,6 @@ async def test_no_engine_is_started_for_a_session_that_ends_while_its_address_is
 
 
 @pytest.mark.parametrize("lacking", ["memfd_create", "pidfd_open", "socketpair"])
-@on_loop
 async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
     lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -751,7 +722,6 @@ async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
 
 
 @pytest.mark.parametrize("transport", ["shm", "mooncake"])
-@on_loop
 async def test_a_writer_that_closes_maps_nothing_more(transport: Any) -> None:
     made = select.PrefillTransports((latent("layer_first", 1),), WriterOptions(transport=transport), wrote=ignore_end)
     await made.close()
@@ -760,7 +730,6 @@ async def test_a_writer_that_closes_maps_nothing_more(transport: Any) -> None:
     assert not made._made
 
 
-@on_loop
 async def test_an_arena_that_closes_starts_no_engine_for_a_session_that_comes_meanwhile() -> None:
     async with both() as it:
         await it.owner.offer(1)
@@ -772,7 +741,6 @@ async def test_an_arena_that_closes_starts_no_engine_for_a_session_that_comes_me
         assert it.owner.quiet(1)
 
 
-@on_loop
 async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody() -> None:
     async with both() as it:
         made = select.PrefillTransports((it.target,), WriterOptions(transport="mooncake"), wrote=ignore_end)
@@ -782,7 +750,6 @@ async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody(
         await made.close()
 
 
-@on_loop
 async def test_sessions_that_are_mapped_at_once_are_bounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     async with both() as it:
         reaches = [await it.owner.offer(session) for session in (1, 2)]

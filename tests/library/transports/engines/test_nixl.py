@@ -20,7 +20,7 @@ from pdtransfer.transports.nixl import host as nixl
 from pdtransfer.transports.options import Network
 from tests.library.transports.engines.engine_pair import LARGE, SESSION, both, mapped_by
 from tests.support.internals import sessions_of
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 IDLE_TICKS = 10  # of 10 ms
 
@@ -75,7 +75,6 @@ def test_doctor_names_the_package_that_loads(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 @installed
-@on_loop
 async def test_every_port_is_within_the_range_and_the_pool_is_nowhere() -> None:
     async with both(NixlLibrary(), shared=True) as it:
         it.owner._network = it.writer._network = Network(streams=2, ports=(24_000, 24_063))
@@ -103,7 +102,6 @@ def listening_ports(pid: int) -> list[int]:
 
 @pytest.mark.slow
 @installed
-@on_loop
 async def test_an_idle_engine_takes_next_to_no_time_of_the_cpu() -> None:
     """By itself NIXL's thread looks without a pause: one core for each engine."""
     memory = ArenaMemory.create(1 << 20, huge_pages="never")

@@ -13,7 +13,6 @@ from aiohttp import web
 from pdtransfer.serve.router.backends.servers.attempt import HELD_BYTES_MAX
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import PIECES, FakeVllm, Seen, ServerSite, server_site, streamed
-from tests.support.waiting import on_loop, run_on_loop
 
 COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 CASES = [(FakeVllm, COMPLETIONS), (FakeVllm, CHATS), (FakeSglang, CHATS), (FakeSglang, GENERATE)]
@@ -67,55 +66,44 @@ async def asked(site: ServerSite, path: str, **more: object) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("text", "stream"), [("", False), (WHOLE, False), ("", True)], ids=["empty", "text", "empty stream"]
 )
-def test_what_no_client_has_seen_is_tried_again(of: type[FakeVllm], path: str, text: str, stream: bool) -> None:
+async def test_what_no_client_has_seen_is_tried_again(of: type[FakeVllm], path: str, text: str, stream: bool) -> None:
     """An answer has its reason at its end, so a whole one is read before it is passed on."""
-
-    async def case() -> None:
-        async with server_site(decode=2, of=of) as site:
-            bad, good = site.decode
-            site.server(good).unfinished += 1
-            answers(bad, path, text, "abort")
-            answers(good, path, "right", "stop")
-            status, answer = await asked(site, path, stream=stream)
-            assert (status, '"right"' in answer, "abort" in answer) == (200, True, False), answer
-            assert (len(bad.seen), len(good.seen), site.backend.metrics.retries) == (1, 1, 1)
-            assert answer.count('"role"') == (path == CHATS and stream)
-            assert site.ended[-1].status == 200
-
-    run_on_loop(case)
+    async with server_site(decode=2, of=of) as site:
+        bad, good = site.decode
+        site.server(good).unfinished += 1
+        answers(bad, path, text, "abort")
+        answers(good, path, "right", "stop")
+        status, answer = await asked(site, path, stream=stream)
+        assert (status, '"right"' in answer, "abort" in answer) == (200, True, False), answer
+        assert (len(bad.seen), len(good.seen), site.backend.metrics.retries) == (1, 1, 1)
+        assert answer.count('"role"') == (path == CHATS and stream)
+        assert site.ended[-1].status == 200
 
 
 @pytest.mark.parametrize(("of", "path"), CASES, ids=lambda value: getattr(value, "speaks", value))
-def test_a_stream_that_has_begun_ends_with_an_error_in_place_of_the_abort(of: type[FakeVllm], path: str) -> None:
-    async def case() -> None:
-        async with server_site(decode=2, of=of) as site:
-            for server in site.decode:
-                answers(server, path, WHOLE, "abort")
-            status, stream = await asked(site, path, stream=True)
-            *_, text, last, rest = stream.split("\n\n")
-            assert (status, WHOLE in text, rest) == (200, True, "")
-            error = json.loads(last.removeprefix("data: "))["error"]
-            assert (error["code"], error["message"].endswith("has aborted the request")) == ("peer_lost", True)
-            assert "[DONE]" not in stream
-            assert sum(len(server.seen) for server in site.decode) == 1
-            assert site.backend.metrics.cut_answers == 1
-
-    run_on_loop(case)
+async def test_a_stream_that_has_begun_ends_with_an_error_in_place_of_the_abort(of: type[FakeVllm], path: str) -> None:
+    async with server_site(decode=2, of=of) as site:
+        for server in site.decode:
+            answers(server, path, WHOLE, "abort")
+        status, stream = await asked(site, path, stream=True)
+        *_, text, last, rest = stream.split("\n\n")
+        assert (status, WHOLE in text, rest) == (200, True, "")
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["code"], error["message"].endswith("has aborted the request")) == ("peer_lost", True)
+        assert "[DONE]" not in stream
+        assert sum(len(server.seen) for server in site.decode) == 1
+        assert site.backend.metrics.cut_answers == 1
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_where_no_other_server_is_the_client_gets_503(stream: bool) -> None:
-    async def case() -> None:
-        async with server_site() as site:
-            answers(site.decode[0], COMPLETIONS, "", "abort")
-            for more in ({}, {"rid": "of another engine's servers"}):
-                status, answer = await asked(site, COMPLETIONS, stream=stream, **more)
-                assert (status, json.loads(answer)["error"]["code"]) == (503, "peer_lost")
-
-    run_on_loop(case)
+async def test_where_no_other_server_is_the_client_gets_503(stream: bool) -> None:
+    async with server_site() as site:
+        answers(site.decode[0], COMPLETIONS, "", "abort")
+        for more in ({}, {"rid": "of another engine's servers"}):
+            status, answer = await asked(site, COMPLETIONS, stream=stream, **more)
+            assert (status, json.loads(answer)["error"]["code"]) == (503, "peer_lost")
 
 
-@on_loop
 async def test_an_answer_too_long_to_be_held_breaks_off() -> None:
     """Wherever in it the first piece ends."""
     async with server_site(decode=2) as site:
@@ -134,7 +122,6 @@ async def test_an_answer_too_long_to_be_held_breaks_off() -> None:
         assert status == 0
 
 
-@on_loop
 async def test_a_text_about_aborts_is_passed_on() -> None:
     async with server_site() as site:
         text = '{"finish_reason":"abort"}'
@@ -145,7 +132,6 @@ async def test_a_text_about_aborts_is_passed_on() -> None:
         assert site.backend.metrics.retries == 0
 
 
-@on_loop
 async def test_sglang_aborts_what_the_client_has_named_for_the_client() -> None:
     async with server_site(of=FakeSglang) as site:
         answers(site.decode[0], GENERATE, WHOLE, "abort")
@@ -154,7 +140,6 @@ async def test_sglang_aborts_what_the_client_has_named_for_the_client() -> None:
         assert site.backend.metrics.retries == 0
 
 
-@on_loop
 async def test_a_chat_begins_for_its_client_with_more_than_a_role() -> None:
     """And a server that is lost between both has shown nothing."""
     async with server_site(decode=2) as site:

@@ -30,7 +30,7 @@ from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.status import RouterMetrics
 from tests.serve.router.servers.relayed import relayed
 from tests.support.vllm_servers import LIMITS, server_site, streamed
-from tests.support.waiting import on_loop, run_on_loop, until
+from tests.support.waiting import until
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Half = Callable[[], Awaitable[object]]
@@ -79,7 +79,6 @@ def test_headers_of_one_connection_are_not_passed_on() -> None:
     assert end_to_end(given) == {"X-Vllm": "yes"}
 
 
-@on_loop
 async def test_nothing_that_a_server_sets_stays_for_the_next_request() -> None:
     seen: list[web.Request] = []
 
@@ -98,7 +97,6 @@ async def test_nothing_that_a_server_sets_stays_for_the_next_request() -> None:
         assert each.headers["Accept-Encoding"] == "identity"
 
 
-@on_loop
 async def test_a_body_that_is_compressed_all_the_same_is_passed_on_as_it_is() -> None:
     body = gzip.compress(b"fine")
 
@@ -109,7 +107,6 @@ async def test_a_body_that_is_compressed_all_the_same_is_passed_on_as_it_is() ->
         assert await it.get() == body
 
 
-@on_loop
 async def test_a_server_that_accepts_no_connection_fails_in_time() -> None:
     with ExitStack() as stack:
         full = stack.enter_context(socket.socket())
@@ -127,19 +124,15 @@ async def test_a_server_that_accepts_no_connection_fails_in_time() -> None:
 
 
 @pytest.mark.parametrize(("status", "headers"), [(404, {}), (302, {"Location": "/elsewhere"})])
-def test_only_200_is_healthy_and_no_redirection_is_followed(status: int, headers: dict[str, str]) -> None:
-    async def case() -> None:
-        async def answers(request: web.Request) -> web.Response:
-            return web.Response() if request.path == "/elsewhere" else web.Response(status=status, headers=headers)
+async def test_only_200_is_healthy_and_no_redirection_is_followed(status: int, headers: dict[str, str]) -> None:
+    async def answers(request: web.Request) -> web.Response:
+        return web.Response() if request.path == "/elsewhere" else web.Response(status=status, headers=headers)
 
-        async with alone(answers) as it:
-            assert await it.upstream.probe(it.server) == f"/health answers {status}"
-            assert (await it.upstream.get(it.server, "/any", {}, wait_ms=60_000)).status == status
-
-    run_on_loop(case)
+    async with alone(answers) as it:
+        assert await it.upstream.probe(it.server) == f"/health answers {status}"
+        assert (await it.upstream.get(it.server, "/any", {}, wait_ms=60_000)).status == status
 
 
-@on_loop
 async def test_once_stopped_nothing_waits_for_a_server() -> None:
     async with alone(fine) as it:
         assert await it.get() == b"fine"
@@ -148,7 +141,6 @@ async def test_once_stopped_nothing_waits_for_a_server() -> None:
         assert (failed.cause, failed.blamed, failed.again) == (Cause.SHUTDOWN, (), False)
 
 
-@on_loop
 async def test_nothing_is_kept_of_a_server_that_nobody_waits_for() -> None:
     async with alone(fine) as site:
         server = Server(site.server.url, "decode", KnownPrefixes(1), why="")
@@ -159,7 +151,6 @@ async def test_nothing_is_kept_of_a_server_that_nobody_waits_for() -> None:
         assert gone() is None
 
 
-@on_loop
 async def test_a_healthy_server_that_does_not_answer_fails_by_the_deadline() -> None:
     async def silent(_: web.Request) -> web.Response:
         await asyncio.Event().wait()
@@ -173,7 +164,6 @@ async def test_a_healthy_server_that_does_not_answer_fails_by_the_deadline() -> 
         assert (await it.failure(wait_ms=50)).cause is Cause.PEER_LOST
 
 
-@on_loop
 async def test_an_answer_is_read_whole_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     async with alone(partial(streamed, pieces=(b"in ", b"parts"))) as it:
         monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 8)
@@ -183,7 +173,6 @@ async def test_an_answer_is_read_whole_up_to_its_limit(monkeypatch: pytest.Monke
         assert (failed.cause, failed.blamed, failed.again) == (Cause.BREACH, (it.server,), False)
 
 
-@on_loop
 async def test_a_connection_that_breaks_is_the_servers_fault() -> None:
     async with alone(fine) as it:
         with pytest.raises(AttemptFailedError, match="reset") as caught:
@@ -193,7 +182,6 @@ async def test_a_connection_that_breaks_is_the_servers_fault() -> None:
         assert not it.unreachable  # it may accept the next one
 
 
-@on_loop
 async def test_each_event_is_relayed_when_it_comes() -> None:
     async with server_site() as it:
         steps = asyncio.Semaphore(0)
@@ -207,17 +195,13 @@ async def test_each_event_is_relayed_when_it_comes() -> None:
 @pytest.mark.parametrize(
     "pieces", [[b'data: {"error": {"co', b'de": "5"}}\n\n'], [b": a comment\n\n"], [b"data: 7\n\n"], [b"data: 7"]]
 )
-def test_a_stream_that_begins_otherwise_is_relayed(pieces: list[bytes]) -> None:
-    async def case() -> None:
-        async with server_site() as it:
-            it.decode[0].reply = lambda request, _: streamed(request, pieces)  # type: ignore[method-assign]
-            assert (await it.stream()).encode() == b"".join(pieces)
-            assert it.backend.metrics.retries == 0
-
-    run_on_loop(case)
+async def test_a_stream_that_begins_otherwise_is_relayed(pieces: list[bytes]) -> None:
+    async with server_site() as it:
+        it.decode[0].reply = lambda request, _: streamed(request, pieces)  # type: ignore[method-assign]
+        assert (await it.stream()).encode() == b"".join(pieces)
+        assert it.backend.metrics.retries == 0
 
 
-@on_loop
 async def test_an_answer_of_200_is_relayed_whatever_is_in_it() -> None:
     async with server_site() as it:
 
@@ -228,7 +212,6 @@ async def test_an_answer_of_200_is_relayed_whatever_is_in_it() -> None:
         assert (await it.post())[:2] == (200, {"error": {"code": 500}})
 
 
-@on_loop
 async def test_a_redirection_is_the_clients_to_follow() -> None:
     """Its server is none that this router was given."""
     async with server_site() as it:
@@ -245,28 +228,25 @@ async def test_a_redirection_is_the_clients_to_follow() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_where_decode_fails_its_prefill_is_avoided_as_well(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_where_decode_fails_its_prefill_is_avoided_as_well(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Decode may have failed for what prefill wrote."""
-
-    async def case() -> None:
-        async with server_site(prefill=2, decode=2) as it:
-            await it.meet()
-            for role in (it.prefill, it.decode):
-                it.server(role[1]).unfinished += 1
-            bad, good = it.decode
-            if stream:
-                bad.first_error = 500
-                assert "three" in await it.stream()
-            else:
-                bad.status, bad.answer = 500, {"error": {}}
-                assert (await it.post())[0] == 200
-            assert good.seen[0].kv["remote_engine_id"] == "p1"
-            assert f"{bad.url}: answers 500" in caplog.text
-
-    run_on_loop(case)
+    async with server_site(prefill=2, decode=2) as it:
+        await it.meet()
+        for role in (it.prefill, it.decode):
+            it.server(role[1]).unfinished += 1
+        bad, good = it.decode
+        if stream:
+            bad.first_error = 500
+            assert "three" in await it.stream()
+        else:
+            bad.status, bad.answer = 500, {"error": {}}
+            assert (await it.post())[0] == 200
+        assert good.seen[0].kv["remote_engine_id"] == "p1"
+        assert f"{bad.url}: answers 500" in caplog.text
 
 
-@on_loop
 async def test_a_prefill_whose_request_has_its_answer_is_forgotten_when_it_ends() -> None:
     async with server_site() as it:
         await it.meet()
@@ -281,7 +261,6 @@ async def test_a_prefill_whose_request_has_its_answer_is_forgotten_when_it_ends(
         assert [each() for each in left] == [None]
 
 
-@on_loop
 async def test_a_client_that_leaves_is_no_error_of_ours() -> None:
     errors: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
@@ -297,7 +276,6 @@ async def test_a_client_that_leaves_is_no_error_of_ours() -> None:
     assert not errors
 
 
-@on_loop
 async def test_role_events_beyond_those_of_the_choices_are_passed_on() -> None:
     role, more = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n', asyncio.Event()
 
@@ -314,7 +292,6 @@ async def test_role_events_beyond_those_of_the_choices_are_passed_on() -> None:
             more.set()
 
 
-@on_loop
 async def test_closing_leaves_nothing_open() -> None:
     errors: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
@@ -328,7 +305,6 @@ async def test_closing_leaves_nothing_open() -> None:
     assert not errors
 
 
-@on_loop
 async def test_a_prefill_that_reports_nothing_of_itself_is_the_process_it_was() -> None:
     async with server_site() as it:
         await it.meet()
@@ -364,7 +340,6 @@ async def halves(prefill: Half, decode: Half) -> AsyncIterator[tuple[Attempt, as
         assert it.server.unfinished == 0
 
 
-@on_loop
 async def test_an_answer_of_decode_counts_also_where_prefill_fails_with_it() -> None:
     """Both are there in the same turn of the loop."""
     closed = asyncio.Event()
@@ -382,7 +357,6 @@ async def test_an_answer_of_decode_counts_also_where_prefill_fails_with_it() -> 
         assert closed.is_set()
 
 
-@on_loop
 async def test_an_answer_that_comes_as_the_client_leaves_is_closed() -> None:
     closed, comes = asyncio.Event(), asyncio.Event()
 

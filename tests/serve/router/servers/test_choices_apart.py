@@ -24,7 +24,7 @@ from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from tests.serve.router.servers.relayed import relayed
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import LIMITS, Seen, ServerSite, server_site
-from tests.support.waiting import on_loop, run_on_loop, until
+from tests.support.waiting import run_on_loop, until
 
 CHATS, GENERATE = "/v1/chat/completions", "/generate"
 SGLANG = DIALECTS["sglang"]
@@ -163,33 +163,29 @@ USAGE = {
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHATS])
-def test_the_answer_has_all_choices_and_the_tokens_of_the_prompt_once(path: str) -> None:
-    async def case() -> None:
-        async with server_site(of=SamplingSglang) as site:
-            async with site.http.post(site.url + path, json=asked(path, "a")) as response:
-                body = await response.read()
-                assert (response.status, response.content_length) == (200, len(body))
-            answer = json.loads(body)
-            texts = [choice["message"]["content"] if path == CHATS else choice["text"] for choice in answer["choices"]]
-            assert texts == ["a7", "a8", "a9"]
-            assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
-            assert answer["usage"] == USAGE
-            assert answer["sglext"] == {"output_ids": [[7], [8], [9]], "cached_tokens_details": {"device": 1}}
-            assert answer["id"] == site.decode[0].seen[0].body["rid"]
-            for server in site.servers:
-                assert [seen.body["n"] for seen in server.seen] == [1, 1, 1]
-                assert len({seen.body["bootstrap_room"] for seen in server.seen}) == 3
-                assert len({seen.body["rid"] for seen in server.seen}) == 3
-            assert {seen.body["bootstrap_room"] for seen in site.prefill[0].seen} == {
-                seen.body["bootstrap_room"] for seen in site.decode[0].seen
-            }
-            await is_quiet(site)
-            assert [record.status for record in site.ended] == [200]
-
-    run_on_loop(case)
+async def test_the_answer_has_all_choices_and_the_tokens_of_the_prompt_once(path: str) -> None:
+    async with server_site(of=SamplingSglang) as site:
+        async with site.http.post(site.url + path, json=asked(path, "a")) as response:
+            body = await response.read()
+            assert (response.status, response.content_length) == (200, len(body))
+        answer = json.loads(body)
+        texts = [choice["message"]["content"] if path == CHATS else choice["text"] for choice in answer["choices"]]
+        assert texts == ["a7", "a8", "a9"]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        assert answer["usage"] == USAGE
+        assert answer["sglext"] == {"output_ids": [[7], [8], [9]], "cached_tokens_details": {"device": 1}}
+        assert answer["id"] == site.decode[0].seen[0].body["rid"]
+        for server in site.servers:
+            assert [seen.body["n"] for seen in server.seen] == [1, 1, 1]
+            assert len({seen.body["bootstrap_room"] for seen in server.seen}) == 3
+            assert len({seen.body["rid"] for seen in server.seen}) == 3
+        assert {seen.body["bootstrap_room"] for seen in site.prefill[0].seen} == {
+            seen.body["bootstrap_room"] for seen in site.decode[0].seen
+        }
+        await is_quiet(site)
+        assert [record.status for record in site.ended] == [200]
 
 
-@on_loop
 async def test_choices_of_the_first_of_several_prompts_come_first() -> None:
     async with server_site(of=SamplingSglang) as site:
         _, answer, _ = await site.post(**asked("/v1/completions", ["a", "b"]))
@@ -204,7 +200,6 @@ async def test_choices_of_the_first_of_several_prompts_come_first() -> None:
         assert [texts[index] for index in range(6)] == ["a7!", "a8!", "a9!", "b7!", "b8!", "b9!"]
 
 
-@on_loop
 async def test_sglangs_own_path_answers_with_a_list() -> None:
     async with server_site(of=SamplingSglang) as site:
         for prompts, texts in (("a", ["a7", "a8", "a9"]), (["a", "b"], ["a7", "a8", "a9", "b7", "b8", "b9"])):
@@ -223,32 +218,28 @@ async def test_sglangs_own_path_answers_with_a_list() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHATS])
-def test_streams_are_one_stream_with_one_end(path: str) -> None:
-    async def case() -> None:
-        async with server_site(of=SamplingSglang) as site:
-            site.decode[0].more.clear()
-            body = asked(path, "a", stream_options={"include_usage": True})
-            *chunks, extension, usage = await events(site, path, body, begin=3)
-            texts = ["", "", ""]
-            for chunk in chunks:
-                [choice] = chunk["choices"]
-                texts[choice["index"]] += choice["delta"]["content"] if path == CHATS else choice["text"]
-            assert texts == ["a7!", "a8!", "a9!"]
-            assert {chunk["choices"][0]["index"] for chunk in chunks[:3]} == {0, 1, 2}, "none waits for another's end"
-            assert sorted(extension["sglext"]["output_ids"]) == [[7], [8], [9]]
-            assert (usage["choices"], usage["usage"]) == ([], USAGE)
-            assert all("stream_options" not in seen.body for seen in site.prefill[0].seen)
-            await is_quiet(site)
-            assert [(record.status, record.stream) for record in site.ended] == [(200, True)]
-            metric = b"pdtransfer_first_token_seconds_count"
-            async with site.http.get(site.url + "/metrics") as response:
-                lines = [line for line in (await response.read()).splitlines() if line.startswith(metric)]
-            assert [line.rpartition(b" ")[2] for line in lines] == [b"1.0"], "the first of all choices counts"
-
-    run_on_loop(case)
+async def test_streams_are_one_stream_with_one_end(path: str) -> None:
+    async with server_site(of=SamplingSglang) as site:
+        site.decode[0].more.clear()
+        body = asked(path, "a", stream_options={"include_usage": True})
+        *chunks, extension, usage = await events(site, path, body, begin=3)
+        texts = ["", "", ""]
+        for chunk in chunks:
+            [choice] = chunk["choices"]
+            texts[choice["index"]] += choice["delta"]["content"] if path == CHATS else choice["text"]
+        assert texts == ["a7!", "a8!", "a9!"]
+        assert {chunk["choices"][0]["index"] for chunk in chunks[:3]} == {0, 1, 2}, "none waits for another's end"
+        assert sorted(extension["sglext"]["output_ids"]) == [[7], [8], [9]]
+        assert (usage["choices"], usage["usage"]) == ([], USAGE)
+        assert all("stream_options" not in seen.body for seen in site.prefill[0].seen)
+        await is_quiet(site)
+        assert [(record.status, record.stream) for record in site.ended] == [(200, True)]
+        metric = b"pdtransfer_first_token_seconds_count"
+        async with site.http.get(site.url + "/metrics") as response:
+            lines = [line for line in (await response.read()).splitlines() if line.startswith(metric)]
+        assert [line.rpartition(b" ")[2] for line in lines] == [b"1.0"], "the first of all choices counts"
 
 
-@on_loop
 async def test_the_others_follow_once_prefill_has_computed_the_prompt() -> None:
     async with server_site(of=SamplingSglang) as site:
         [prefill], [decode] = site.prefill, site.decode
@@ -268,25 +259,21 @@ async def test_the_others_follow_once_prefill_has_computed_the_prompt() -> None:
 
 @pytest.mark.parametrize("seed", [7, 8])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_choice_that_is_refused_ends_the_request_with_its_answer(seed: int, role: str) -> None:
-    async def case() -> None:
-        async with server_site(of=SamplingSglang) as site:
-            failing = site.prefill[0] if role == "prefill" else site.decode[0]
-            failing.fails = {seed: 422}
-            site.decode[0].more.clear()  # no other choice ends by itself
-            status, answer, _ = await site.post(**asked("/v1/completions", "a"))
-            assert (status, answer["message"]) == (422, f"{seed} fails")
-            await until(lambda: all(seen.left or seen.answered for server in site.servers for seen in server.seen))
-            given_up = {seen.body["rid"] for seen in site.decode[0].seen if seen.left}
-            assert given_up or seed == 7
-            await until(lambda: given_up <= {*site.decode[0].given_up})
-            await is_quiet(site)
-            assert [record.status for record in site.ended] == [422]
-
-    run_on_loop(case)
+async def test_a_choice_that_is_refused_ends_the_request_with_its_answer(seed: int, role: str) -> None:
+    async with server_site(of=SamplingSglang) as site:
+        failing = site.prefill[0] if role == "prefill" else site.decode[0]
+        failing.fails = {seed: 422}
+        site.decode[0].more.clear()  # no other choice ends by itself
+        status, answer, _ = await site.post(**asked("/v1/completions", "a"))
+        assert (status, answer["message"]) == (422, f"{seed} fails")
+        await until(lambda: all(seen.left or seen.answered for server in site.servers for seen in server.seen))
+        given_up = {seen.body["rid"] for seen in site.decode[0].seen if seen.left}
+        assert given_up or seed == 7
+        await until(lambda: given_up <= {*site.decode[0].given_up})
+        await is_quiet(site)
+        assert [record.status for record in site.ended] == [422]
 
 
-@on_loop
 async def test_a_choice_is_tried_again_like_any_request() -> None:
     async with server_site(decode=2, of=SamplingSglang) as site:
         site.decode[0].fails = {7: 500}
@@ -297,7 +284,6 @@ async def test_a_choice_is_tried_again_like_any_request() -> None:
         assert site.ended[0].retried
 
 
-@on_loop
 async def test_a_choice_keeps_what_another_one_has_noted_of_the_request() -> None:
     async with server_site(of=SamplingSglang) as site:
         client = ClientRequest(node="r", path="/v1/completions", request_id="r", first_s=1.0, retried=True)
@@ -307,7 +293,6 @@ async def test_a_choice_keeps_what_another_one_has_noted_of_the_request() -> Non
         answer.close(complete=False)
 
 
-@on_loop
 async def test_a_stream_whose_choice_fails_before_it_has_begun_ends_with_an_error() -> None:
     async with server_site(of=SamplingSglang) as site:
         [decode] = site.decode
@@ -327,7 +312,6 @@ async def test_a_stream_whose_choice_fails_before_it_has_begun_ends_with_an_erro
         await is_quiet(site)
 
 
-@on_loop
 async def test_an_error_in_one_stream_ends_the_others() -> None:
     async with server_site(of=SamplingSglang) as site:
         [decode] = site.decode
@@ -344,24 +328,21 @@ async def test_an_error_in_one_stream_ends_the_others() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("computed", [False, True])
-def test_a_client_that_leaves_cancels_all(stream: bool, computed: bool) -> None:
-    async def case() -> None:
-        async with server_site(of=SamplingSglang) as site:
-            [prefill], [decode] = site.prefill, site.decode
-            decode.more.clear()
-            if not computed:
-                prefill.gate.clear()
-            body = asked("/v1/completions", "a", stream=stream)
-            task = asyncio.create_task(site.post(**body))
-            await until(lambda: len(decode.seen) == (3 if computed else 1))
-            if computed and stream:
-                await until(lambda: decode.sent > 0)
-            task.cancel()
-            await until(lambda: all(seen.left for seen in decode.seen))
-            await is_quiet(site)
-            assert len(decode.seen) == (3 if computed else 1)
-
-    run_on_loop(case)
+async def test_a_client_that_leaves_cancels_all(stream: bool, computed: bool) -> None:
+    async with server_site(of=SamplingSglang) as site:
+        [prefill], [decode] = site.prefill, site.decode
+        decode.more.clear()
+        if not computed:
+            prefill.gate.clear()
+        body = asked("/v1/completions", "a", stream=stream)
+        task = asyncio.create_task(site.post(**body))
+        await until(lambda: len(decode.seen) == (3 if computed else 1))
+        if computed and stream:
+            await until(lambda: decode.sent > 0)
+        task.cancel()
+        await until(lambda: all(seen.left for seen in decode.seen))
+        await is_quiet(site)
+        assert len(decode.seen) == (3 if computed else 1)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +419,6 @@ class AnsweredRelay(Relay):
         return self.pieces.pop(0)
 
 
-@on_loop
 async def test_each_choice_is_made_in_a_turn_of_the_loop_of_its_own() -> None:
     loop, turn, turns = asyncio.get_running_loop(), 0, dict[int, int]()
 
@@ -463,7 +443,6 @@ async def test_each_choice_is_made_in_a_turn_of_the_loop_of_its_own() -> None:
     assert len({*turns.values()}) == 9
 
 
-@on_loop
 async def test_what_is_beyond_the_bound_reaches_nobody() -> None:
     async with server_site(of=SamplingSglang) as site:
         status, answer, _ = await site.post(n=SERVER_CHOICES_MAX + 1)
@@ -474,7 +453,6 @@ async def test_what_is_beyond_the_bound_reaches_nobody() -> None:
         assert not any(server.seen for server in site.servers)
 
 
-@on_loop
 async def test_a_request_counts_as_its_choices() -> None:
     async with server_site(of=SamplingSglang, limits=replace(LIMITS, rooms_max=5)) as site:
         assert (await site.post(**asked("/v1/completions", "a")))[0] == 200
@@ -621,7 +599,6 @@ def test_large_answers_are_joined_in_a_thread(length: int, elsewhere: bool, monk
     assert joins == [elsewhere]
 
 
-@on_loop
 async def test_answers_that_are_too_large_together_fail_and_the_others_are_cancelled() -> None:
     async with server_site(of=SamplingSglang) as site:
         [decode] = site.decode
@@ -633,37 +610,32 @@ async def test_answers_that_are_too_large_together_fail_and_the_others_are_cance
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_answers_that_are_kept_to_be_joined_have_one_bound_for_all_choices(role: str) -> None:
+async def test_answers_that_are_kept_to_be_joined_have_one_bound_for_all_choices(role: str) -> None:
     """The last choice's answer never ends: what has come of it is too much beside the others."""
     size = HTTP_BODY_BYTES_MAX * 2 // 5
+    async with server_site(of=SamplingSglang) as site:
+        [server] = getattr(site, role)
+        reply, last = server.reply, 9
 
-    async def case() -> None:
-        async with server_site(of=SamplingSglang) as site:
-            [server] = getattr(site, role)
-            reply, last = server.reply, 9
+        async def endless(request: web.Request, seen: Seen) -> web.StreamResponse:
+            if seed_of(seen.body) != last:
+                return await reply(request, seen)
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await response.write(b" " * size)
+            await asyncio.Event().wait()
+            return response
 
-            async def endless(request: web.Request, seen: Seen) -> web.StreamResponse:
-                if seed_of(seen.body) != last:
-                    return await reply(request, seen)
-                response = web.StreamResponse()
-                await response.prepare(request)
-                await response.write(b" " * size)
-                await asyncio.Event().wait()
-                return response
-
-            server.reply = endless
-            server.answer_of = lambda path, body: {"text": "x" * size, "meta_info": {}}
-            body = asked("/generate", "a", return_logprob=True, logprob_start_len=0)
-            status, answer, _ = await site.post("/generate", **body)
-            assert (status, answer["error"]["code"]) == (502, "breach")
-            text = f"do not fit: {role}'s are larger than {HTTP_BODY_BYTES_MAX} bytes together"
-            assert text in answer["error"]["message"]
-            await is_quiet(site)
-
-    run_on_loop(case)
+        server.reply = endless
+        server.answer_of = lambda path, body: {"text": "x" * size, "meta_info": {}}
+        body = asked("/generate", "a", return_logprob=True, logprob_start_len=0)
+        status, answer, _ = await site.post("/generate", **body)
+        assert (status, answer["error"]["code"]) == (502, "breach")
+        text = f"do not fit: {role}'s are larger than {HTTP_BODY_BYTES_MAX} bytes together"
+        assert text in answer["error"]["message"]
+        await is_quiet(site)
 
 
-@on_loop
 async def test_what_a_failed_attempt_has_kept_counts_no_more() -> None:
     async with server_site(of=SamplingSglang, decode=2) as site:
         [prefill] = site.prefill
@@ -686,7 +658,6 @@ async def test_what_a_failed_attempt_has_kept_counts_no_more() -> None:
         assert (await asking)[0] == 200
 
 
-@on_loop
 async def test_a_refusal_of_a_choice_has_a_bound() -> None:
     async with server_site(of=SamplingSglang) as site:
         [decode] = site.decode
@@ -697,7 +668,6 @@ async def test_a_refusal_of_a_choice_has_a_bound() -> None:
         await is_quiet(site)
 
 
-@on_loop
 async def test_an_answer_that_cannot_be_joined_is_an_error_of_the_servers() -> None:
     async with server_site(of=SamplingSglang) as site:
         [decode] = site.decode

@@ -11,14 +11,13 @@ from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
 from pdtransfer.serve.router.backends.servers.server_pool import Waiting
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import LIMITS, server_site
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 LATE = replace(LIMITS, room_deadline_ms=300)
 WHY = "the first needs 1662 tokens, --num-reserved-decode-tokens 512 among them: 900 of 1200 are free"
 METRIC = "pdtransfer_server_waiting_requests"
 
 
-@on_loop
 async def test_a_request_that_decode_does_not_take_is_no_failure_of_prefill() -> None:
     """SGLang's prefill answers only once decode has the KV."""
     async with server_site(of=FakeSglang, prefill=2, limits=LATE) as site:
@@ -37,22 +36,17 @@ async def test_a_request_that_decode_does_not_take_is_no_failure_of_prefill() ->
 
 
 @pytest.mark.parametrize("shown", [{}, {"waiting": {"requests": 0, "why": ""}}, {"waiting": {"requests": -1}}])
-def test_where_decode_has_memory_either_may_be_late(shown: dict) -> None:
-    @on_loop
-    async def case() -> None:
-        async with server_site(of=FakeSglang, limits=LATE) as site:
-            site.decode[0].shown = shown
-            for server in site.servers:
-                server.gate.clear()
-            status, answer, _ = await site.post()
-            assert (status, answer["error"]["code"]) == (504, "deadline")
-            assert answer["error"]["message"].startswith(f"{site.decode[0].url}: has not taken the KV from")
-            assert answer["error"]["message"].endswith("within 300 ms; either may be late")
-
-    case()
+async def test_where_decode_has_memory_either_may_be_late(shown: dict) -> None:
+    async with server_site(of=FakeSglang, limits=LATE) as site:
+        site.decode[0].shown = shown
+        for server in site.servers:
+            server.gate.clear()
+        status, answer, _ = await site.post()
+        assert (status, answer["error"]["code"]) == (504, "deadline")
+        assert answer["error"]["message"].startswith(f"{site.decode[0].url}: has not taken the KV from")
+        assert answer["error"]["message"].endswith("within 300 ms; either may be late")
 
 
-@on_loop
 async def test_a_prefill_of_vllm_that_does_not_answer_is_late_itself() -> None:
     """It answers when the prompt is computed, whatever decode waits for."""
     async with server_site(limits=LATE) as site:
@@ -62,44 +56,39 @@ async def test_a_prefill_of_vllm_that_does_not_answer_is_late_itself() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_a_wait_is_in_health_metrics_and_log(
+async def test_a_wait_is_in_health_metrics_and_log(
     engine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(backend, "METRICS_S", 0.0)
     caplog.set_level("INFO")
+    of = {"of": FakeSglang} if engine == "sglang" else {}
+    async with server_site(**of) as site:
+        (decode,) = site.decode
 
-    @on_loop
-    async def case() -> None:
-        of = {"of": FakeSglang} if engine == "sglang" else {}
-        async with server_site(**of) as site:
-            (decode,) = site.decode
+        def wait(requests: int) -> None:
+            decode.counted = "\n".join(
+                f'vllm:num_requests_waiting_by_reason{{engine="0",model_name="m",reason="{reason}"}} {count}'
+                for reason, count in (("capacity", float(requests)), ("deferred", 7.0))
+            )
+            if isinstance(decode, FakeSglang):
+                decode.shown = {"waiting": {"requests": requests, "why": WHY if requests else ""}}
 
-            def wait(requests: int) -> None:
-                decode.counted = "\n".join(
-                    f'vllm:num_requests_waiting_by_reason{{engine="0",model_name="m",reason="{reason}"}} {count}'
-                    for reason, count in (("capacity", float(requests)), ("deferred", 7.0))
-                )
-                if isinstance(decode, FakeSglang):
-                    decode.shown = {"waiting": {"requests": requests, "why": WHY if requests else ""}}
+        def logged(text: str) -> bool:
+            return any(text in record.getMessage() for record in caplog.records)
 
-            def logged(text: str) -> bool:
-                return any(text in record.getMessage() for record in caplog.records)
-
-            wait(3)
-            await until(lambda: logged(f"decode {decode.url}: 3 requests wait for its memory: "))
-            async with site.http.get(site.url + "/health") as response:
-                shown = {server["role"]: server["waiting"] for server in (await response.json())["servers"]}
-            assert (shown["prefill"], shown["decode"]["requests"]) == (None, 3)
-            async with site.http.get(site.url + "/metrics") as response:
-                assert f'{METRIC}{{url="{decode.url}"}} 3.0' in await response.text()
-            wait(0)
-            await until(lambda: logged(f"decode {decode.url}: no request waits for its memory any more"))
-            assert [record.levelname for record in caplog.records if "its memory" in record.getMessage()] == [
-                "WARNING",
-                "INFO",
-            ]
-
-    case()
+        wait(3)
+        await until(lambda: logged(f"decode {decode.url}: 3 requests wait for its memory: "))
+        async with site.http.get(site.url + "/health") as response:
+            shown = {server["role"]: server["waiting"] for server in (await response.json())["servers"]}
+        assert (shown["prefill"], shown["decode"]["requests"]) == (None, 3)
+        async with site.http.get(site.url + "/metrics") as response:
+            assert f'{METRIC}{{url="{decode.url}"}} 3.0' in await response.text()
+        wait(0)
+        await until(lambda: logged(f"decode {decode.url}: no request waits for its memory any more"))
+        assert [record.levelname for record in caplog.records if "its memory" in record.getMessage()] == [
+            "WARNING",
+            "INFO",
+        ]
 
 
 def test_ranks_wait_together_and_an_answer_of_another_form_is_unknown() -> None:

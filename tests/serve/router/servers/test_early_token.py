@@ -18,7 +18,7 @@ from pdtransfer.serve.router.backends.servers.early_token import (
 )
 from tests.serve.router.servers.relayed import relayed
 from tests.support.vllm_servers import PIECES, ServerSite, first_token_events, server_site, texts
-from tests.support.waiting import on_loop, run_on_loop, until
+from tests.support.waiting import until
 
 GREEDY = {"model": "m", "prompt": "once", "max_tokens": 9, "stream": True, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "once"}], "stream": True, "temperature": 0.0}
@@ -199,7 +199,6 @@ async def first_event(it: ServerSite, **body: Any) -> tuple[asyncio.Task[str], s
     return asyncio.create_task(read()), await begun
 
 
-@on_loop
 async def test_a_stream_begins_before_decode_and_goes_on_with_what_follows() -> None:
     async with server_site() as it:
         await it.meet()
@@ -216,7 +215,6 @@ async def test_a_stream_begins_before_decode_and_goes_on_with_what_follows() -> 
         await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
 
 
-@on_loop
 async def test_the_first_request_of_a_prefill_learns_who_it_is_and_waits() -> None:
     async with server_site() as it:
         assert texts(await it.stream(temperature=0)) == PIECES
@@ -225,38 +223,34 @@ async def test_the_first_request_of_a_prefill_learns_who_it_is_and_waits() -> No
 
 
 @pytest.mark.parametrize("how", ["off", "not greedy", "close", "refused", "another position"])
-def test_where_it_may_not_come_early_decodes_stream_is_whole(how: str) -> None:
-    async def case() -> None:
-        async with server_site(stream_from="decode" if how == "off" else "prefill") as it:
-            prefill = it.prefill[0]
-            if how == "another position":  # what prefill of a hybrid model generates does not follow the prompt
-                prefill.more_params = {"first_token": False}
-            await it.meet()
-            if how == "close":
-                prefill.logprobs = (-0.7, -0.8)
-            if how == "refused":  # as a server that computes no logprobs
-                reply = prefill.reply
+async def test_where_it_may_not_come_early_decodes_stream_is_whole(how: str) -> None:
+    async with server_site(stream_from="decode" if how == "off" else "prefill") as it:
+        prefill = it.prefill[0]
+        if how == "another position":  # what prefill of a hybrid model generates does not follow the prompt
+            prefill.more_params = {"first_token": False}
+        await it.meet()
+        if how == "close":
+            prefill.logprobs = (-0.7, -0.8)
+        if how == "refused":  # as a server that computes no logprobs
+            reply = prefill.reply
 
-                async def refuses(request: Any, seen: Any) -> Any:
-                    prefill.status, prefill.answer = (400 if "logprobs" in seen.body else 200), {"error": {"code": 400}}
-                    if prefill.status == 200:
-                        it.decode[0].gate.set()
-                    return await reply(request, seen)
+            async def refuses(request: Any, seen: Any) -> Any:
+                prefill.status, prefill.answer = (400 if "logprobs" in seen.body else 200), {"error": {"code": 400}}
+                if prefill.status == 200:
+                    it.decode[0].gate.set()
+                return await reply(request, seen)
 
-                prefill.reply = refuses  # type: ignore[method-assign]
-                it.decode[0].gate.clear()
-            stream = await it.stream(temperature=0.5 if how == "not greedy" else 0)
-            assert texts(stream) == PIECES
-            assert it.backend.metrics.early == 0
-            asked = [each.body["stream"] for each in prefill.seen]
-            assert asked == {"close": [True], "refused": [True, False]}.get(how, [False])
-            assert prefill.url == it.backend.pool.prefill[0].url
-            assert it.backend.pool.prefill[0].identity is not None
-
-    run_on_loop(case)
+            prefill.reply = refuses  # type: ignore[method-assign]
+            it.decode[0].gate.clear()
+        stream = await it.stream(temperature=0.5 if how == "not greedy" else 0)
+        assert texts(stream) == PIECES
+        assert it.backend.metrics.early == 0
+        asked = [each.body["stream"] for each in prefill.seen]
+        assert asked == {"close": [True], "refused": [True, False]}.get(how, [False])
+        assert prefill.url == it.backend.pool.prefill[0].url
+        assert it.backend.pool.prefill[0].identity is not None
 
 
-@on_loop
 async def test_another_decode_goes_on_where_the_first_one_fails_behind_the_first_token() -> None:
     async with server_site(decode=2) as it:
         await it.meet()
@@ -274,36 +268,33 @@ async def test_another_decode_goes_on_where_the_first_one_fails_behind_the_first
 
 
 @pytest.mark.parametrize("how", ["another token", "no stream"])
-def test_a_stream_that_decode_does_not_go_on_with_ends_with_an_error(
+async def test_a_stream_that_decode_does_not_go_on_with_ends_with_an_error(
     how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def case() -> None:
-        async with server_site() as it:
-            await it.meet()
-            decode, reply = it.decode[0], it.decode[0].reply
-            decode.pieces = ["One ", "two"]
+    async with server_site() as it:
+        await it.meet()
+        decode, reply = it.decode[0], it.decode[0].reply
+        decode.pieces = ["One ", "two"]
 
-            async def answers(request: web.Request, seen: Any) -> web.StreamResponse:
-                await decode.gate.wait()
-                return web.json_response({"choices": [{"text": "one "}]})
+        async def answers(request: web.Request, seen: Any) -> web.StreamResponse:
+            await decode.gate.wait()
+            return web.json_response({"choices": [{"text": "one "}]})
 
-            for _ in range(EARLY_WRONG_MAX):
-                decode.gate.clear()
-                decode.reply = reply if how == "another token" else answers  # type: ignore[method-assign]
-                task, first = await first_event(it)
-                assert '"one "' in first
-                decode.gate.set()
-                *_, last, rest = (await task).split("\n\n")
-                assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine"
-                assert (rest, it.ended[-1].status) == ("", 500)
-            assert it.backend.metrics.early_wrong == EARLY_WRONG_MAX
-            assert "does not go on behind prefill's first token" in caplog.text
-            decode.reply = reply  # type: ignore[method-assign]
-            it.prefill[0].seen.clear()
-            assert texts(await it.stream(temperature=0)) == ["One ", "two"]
-            assert it.prefill[0].seen[0].body["stream"] is False, "no first token is shown early any more"
-
-    run_on_loop(case)
+        for _ in range(EARLY_WRONG_MAX):
+            decode.gate.clear()
+            decode.reply = reply if how == "another token" else answers  # type: ignore[method-assign]
+            task, first = await first_event(it)
+            assert '"one "' in first
+            decode.gate.set()
+            *_, last, rest = (await task).split("\n\n")
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine"
+            assert (rest, it.ended[-1].status) == ("", 500)
+        assert it.backend.metrics.early_wrong == EARLY_WRONG_MAX
+        assert "does not go on behind prefill's first token" in caplog.text
+        decode.reply = reply  # type: ignore[method-assign]
+        it.prefill[0].seen.clear()
+        assert texts(await it.stream(temperature=0)) == ["One ", "two"]
+        assert it.prefill[0].seen[0].body["stream"] is False, "no first token is shown early any more"
 
 
 def chat_texts(stream: str) -> list[dict]:
@@ -313,48 +304,43 @@ def chat_texts(stream: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("text_field", ["content", "reasoning"])
-def test_chats_begin_with_prefills_token_once_one_of_their_kind_began_alike(text_field: str) -> None:
+async def test_chats_begin_with_prefills_token_once_one_of_their_kind_began_alike(text_field: str) -> None:
     """Where the servers have other parsers, decode puts in another field what prefill puts in this one."""
+    async with server_site() as it:
+        await it.meet()
+        (prefill,), (decode,) = it.prefill, it.decode
+        decode.text_field, whole = (
+            text_field,
+            [{"role": "assistant", "content": ""}, *({text_field: piece} for piece in PIECES)],
+        )
+        known = it.server(decode).begins_alike
 
-    async def case() -> None:
-        async with server_site() as it:
-            await it.meet()
-            (prefill,), (decode,) = it.prefill, it.decode
-            decode.text_field, whole = (
-                text_field,
-                [{"role": "assistant", "content": ""}, *({text_field: piece} for piece in PIECES)],
-            )
-            known = it.server(decode).begins_alike
+        async def chat(**more: Any) -> list[dict]:
+            async with it.http.post(it.url + "/v1/chat/completions", json=CHAT | more) as response:
+                return chat_texts((await response.read()).decode())
 
-            async def chat(**more: Any) -> list[dict]:
-                async with it.http.post(it.url + "/v1/chat/completions", json=CHAT | more) as response:
-                    return chat_texts((await response.read()).decode())
+        def begun() -> tuple[int, bool]:
+            return it.backend.metrics.early, prefill.seen[-1].body["stream"]
 
-            def begun() -> tuple[int, bool]:
-                return it.backend.metrics.early, prefill.seen[-1].body["stream"]
-
-            assert (await chat(), begun()) == (whole, (0, True)), "the first one is compared"
-            await until(lambda: list(known.values()) == [text_field == "content"])
-            if text_field == "content":
-                decode.gate.clear()
-                again = asyncio.create_task(chat())
-                await until(lambda: it.backend.metrics.early == 1)
-                decode.gate.set()
-                assert await again == whole
-            else:
-                assert (await chat(), begun()) == (whole, (0, False))
-            thinks = {"chat_template_kwargs": {"enable_thinking": True}}
-            early = it.backend.metrics.early
-            assert (await chat(**thinks), begun()) == (whole, (early, True)), "another kind is compared anew"
-            prefill.engine = "p0 again"  # another process: its identity is learnt first
-            it.backend.pool.prefill[0].identity = None
-            assert [(await chat(), begun()) for _ in range(2)] == [(whole, (early, False)), (whole, (early, True))]
-            assert it.backend.metrics.early_wrong == 0
-
-    run_on_loop(case)
+        assert (await chat(), begun()) == (whole, (0, True)), "the first one is compared"
+        await until(lambda: list(known.values()) == [text_field == "content"])
+        if text_field == "content":
+            decode.gate.clear()
+            again = asyncio.create_task(chat())
+            await until(lambda: it.backend.metrics.early == 1)
+            decode.gate.set()
+            assert await again == whole
+        else:
+            assert (await chat(), begun()) == (whole, (0, False))
+        thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+        early = it.backend.metrics.early
+        assert (await chat(**thinks), begun()) == (whole, (early, True)), "another kind is compared anew"
+        prefill.engine = "p0 again"  # another process: its identity is learnt first
+        it.backend.pool.prefill[0].identity = None
+        assert [(await chat(), begun()) for _ in range(2)] == [(whole, (early, False)), (whole, (early, True))]
+        assert it.backend.metrics.early_wrong == 0
 
 
-@on_loop
 async def test_no_more_kinds_of_chats_than_are_remembered_are_compared() -> None:
     async with server_site() as it:
         await it.meet()
@@ -367,7 +353,6 @@ async def test_no_more_kinds_of_chats_than_are_remembered_are_compared() -> None
         assert len(known) == EARLY_KINDS_MAX
 
 
-@on_loop
 async def test_a_refusal_of_decode_behind_the_first_token_is_the_streams_last_event() -> None:
     async with server_site() as it:
         await it.meet()
@@ -380,7 +365,6 @@ async def test_a_refusal_of_decode_behind_the_first_token_is_the_streams_last_ev
         assert (it.ended[-1].status, it.backend.metrics.retries) == (400, 0)
 
 
-@on_loop
 async def test_a_client_that_leaves_behind_the_first_token_cancels_decode() -> None:
     async with server_site() as it:
         await it.meet()

@@ -17,7 +17,7 @@ from pdtransfer.serve.router.backends.servers.hand_offs import (
     received_of,
 )
 from tests.support.vllm_servers import server_site
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 OF_VLLM = """# HELP vllm:pdtransfer_rooms_total Hand-offs on one rank, by how they ended.
 # TYPE vllm:pdtransfer_rooms_total counter
@@ -86,7 +86,6 @@ def test_an_answer_reports_whether_its_kv_was_received() -> None:
     assert received_of(b'"kv_transfer_params": {"kv_lost": 3}') is None
 
 
-@on_loop
 async def test_a_prompt_that_decode_computed_shows_in_the_record_and_in_metrics(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

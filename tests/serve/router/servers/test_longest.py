@@ -10,7 +10,7 @@ from aiohttp import web
 from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import FakeVllm, ServerSite, server_site
-from tests.support.waiting import on_loop, run_on_loop, until
+from tests.support.waiting import until
 
 
 async def published(site: ServerSite) -> int | None:
@@ -29,19 +29,15 @@ async def published(site: ServerSite) -> int | None:
         ((9,), (0,), None),
     ],
 )
-def test_models_are_as_long_as_the_longest_pair(
+async def test_models_are_as_long_as_the_longest_pair(
     prefill: tuple[int, ...], decode: tuple[int, ...], longest: int | None
 ) -> None:
-    async def case() -> None:
-        async with server_site(prefill=len(prefill), decode=len(decode)) as site:
-            for server, tokens in zip(site.servers, (*prefill, *decode), strict=True):
-                server.longest = tokens
-            assert await published(site) == longest
-
-    run_on_loop(case)
+    async with server_site(prefill=len(prefill), decode=len(decode)) as site:
+        for server, tokens in zip(site.servers, (*prefill, *decode), strict=True):
+            server.longest = tokens
+        assert await published(site) == longest
 
 
-@on_loop
 async def test_sglangs_servers_are_as_long_as_their_kv_caches() -> None:
     async with server_site(of=FakeSglang) as site:
         (prefill,), (decode,) = site.prefill, site.decode
@@ -50,7 +46,6 @@ async def test_sglangs_servers_are_as_long_as_their_kv_caches() -> None:
         assert await published(site) == 688
 
 
-@on_loop
 async def test_a_shorter_server_is_known_before_anybody_asks_for_the_models() -> None:
     async with server_site(decode=2) as site:
         shorter, longer = site.decode
@@ -65,21 +60,18 @@ async def test_a_shorter_server_is_known_before_anybody_asks_for_the_models() ->
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_what_a_shorter_server_refuses_goes_to_a_longer_one(side: str) -> None:
-    async def case() -> None:
-        async with server_site(prefill=2, decode=2) as site:
-            servers = site.prefill if side == "prefill" else site.decode
-            for server in site.servers:
-                server.longest = 1_024
-            refuses(servers[0], 512)
-            assert await published(site) == 1_024
-            statuses = [(await site.post())[0] for _ in range(4)]
-            assert statuses == [200] * 4
-            assert servers[0].seen, "it was asked"
-            refuses(servers[1], 512)
-            assert (await site.post())[0] == 400
-
-    run_on_loop(case)
+async def test_what_a_shorter_server_refuses_goes_to_a_longer_one(side: str) -> None:
+    async with server_site(prefill=2, decode=2) as site:
+        servers = site.prefill if side == "prefill" else site.decode
+        for server in site.servers:
+            server.longest = 1_024
+        refuses(servers[0], 512)
+        assert await published(site) == 1_024
+        statuses = [(await site.post())[0] for _ in range(4)]
+        assert statuses == [200] * 4
+        assert servers[0].seen, "it was asked"
+        refuses(servers[1], 512)
+        assert (await site.post())[0] == 400
 
 
 def refuses(server: FakeVllm, longest: int) -> None:

@@ -11,7 +11,7 @@ from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
 from pdtransfer.serve.router.backends.servers.server_pool import ServerPool
 from pdtransfer.serve.router.fleet.roles import Departure
 from tests.support.vllm_servers import ServerSite, server_site
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 RANKS = 3
 PROMPT = "a" * 4_096
@@ -25,7 +25,6 @@ async def learn(it: ServerSite) -> None:
         server.seen.clear()
 
 
-@on_loop
 async def test_each_rank_gets_its_share_and_decode_the_identity_of_prefills() -> None:
     async with server_site(ranks=RANKS) as it:
         await learn(it)
@@ -39,14 +38,12 @@ async def test_each_rank_gets_its_share_and_decode_the_identity_of_prefills() ->
         assert it.backend.metrics.retries == 0
 
 
-@on_loop
 async def test_a_server_of_one_rank_is_asked_without_the_header() -> None:
     async with server_site() as it:
         assert (await it.post())[0] == 200
         assert not any("X-data-parallel-rank" in server.seen[0].headers for server in it.servers)
 
 
-@on_loop
 async def test_the_rank_that_has_a_request_learns_that_it_was_given_up() -> None:
     async with server_site(ranks=RANKS) as it:
         await learn(it)
@@ -61,7 +58,6 @@ async def test_the_rank_that_has_a_request_learns_that_it_was_given_up() -> None
         assert dict(zip(prefill.given_up, prefill.given_up_ranks, strict=True)) == ranks
 
 
-@on_loop
 async def test_the_next_turn_goes_to_the_rank_that_has_the_last_one() -> None:
     async with server_site(ranks=RANKS) as it:
         await learn(it)
@@ -74,7 +70,6 @@ async def test_the_next_turn_goes_to_the_rank_that_has_the_last_one() -> None:
         assert it.backend.metrics.kept >= len(turns) - 1
 
 
-@on_loop
 async def test_a_server_that_comes_back_with_other_ranks_is_asked_for_those() -> None:
     async with server_site(ranks=RANKS, limits=Limits(ping_ms=20, silence_ms=500, room_deadline_ms=60_000)) as it:
         for count in (1, 2, RANKS + 1):
@@ -92,7 +87,6 @@ async def test_a_server_that_comes_back_with_other_ranks_is_asked_for_those() ->
                 assert {request.rank for request in server.seen} == set(range(count))
 
 
-@on_loop
 async def test_figures_and_status_are_of_servers() -> None:
     async with server_site(ranks=RANKS) as it:
         it.decode[0].gate.clear()

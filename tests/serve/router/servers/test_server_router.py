@@ -17,12 +17,11 @@ from pdtransfer.serve.router.backends.servers.attempt import HELD_BYTES_MAX
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site, streamed, texts
-from tests.support.waiting import on_loop, run_on_loop, until
+from tests.support.waiting import run_on_loop, until
 
 WHOLE = "".join(PIECES)
 
 
-@on_loop
 async def test_the_first_request_learns_prefills_identity_and_the_next_asks_both_at_once() -> None:
     async with server_site() as it:
         (prefill,), (decode,) = it.prefill, it.decode
@@ -44,7 +43,6 @@ async def test_the_first_request_learns_prefills_identity_and_the_next_asks_both
         assert len({each.kv["transfer_id"] for each in decode.seen}) == 2
 
 
-@on_loop
 async def test_each_side_gets_the_whole_body_with_its_own_part() -> None:
     async with server_site() as it:
         await it.meet()
@@ -81,7 +79,6 @@ async def test_each_side_gets_the_whole_body_with_its_own_part() -> None:
         }  # fmt: skip
 
 
-@on_loop
 async def test_a_request_without_an_id_gets_one() -> None:
     async with server_site() as it:
         ids = [(await it.post())[2]["X-Request-Id"] for _ in range(2)]
@@ -89,7 +86,6 @@ async def test_a_request_without_an_id_gets_one() -> None:
         assert len(set(ids)) == 2
 
 
-@on_loop
 async def test_a_stream_is_relayed_as_it_comes() -> None:
     async with server_site() as it:
         it.decode[0].more.clear()
@@ -102,7 +98,6 @@ async def test_a_stream_is_relayed_as_it_comes() -> None:
         assert texts((first + rest).decode()) == PIECES
 
 
-@on_loop
 async def test_chat_completions_go_the_same_way() -> None:
     async with server_site() as it:
         messages = [{"role": "user", "content": "once"}]
@@ -113,7 +108,6 @@ async def test_chat_completions_go_the_same_way() -> None:
             assert each.body["max_completion_tokens"] == tokens
 
 
-@on_loop
 async def test_models_are_a_decode_servers() -> None:
     async with server_site() as it, it.http.get(it.url + "/v1/models", headers={"Authorization": "me"}) as response:
         assert (response.status, await response.json()) == (
@@ -122,7 +116,6 @@ async def test_models_are_a_decode_servers() -> None:
         )
 
 
-@on_loop
 async def test_a_look_up_needs_no_prefill_server_and_counts_as_no_request() -> None:
     async with server_site(prefill=0) as site:
         for _ in range(2):
@@ -136,7 +129,6 @@ async def test_a_look_up_needs_no_prefill_server_and_counts_as_no_request() -> N
             assert "no decode server is healthy: " in (await response.json())["error"]["message"]
 
 
-@on_loop
 async def test_a_server_is_asked_for_its_health_again_after_an_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:
     async with server_site() as site:
         server, probe = site.server(site.decode[0]), site.backend.upstream.probe
@@ -151,7 +143,6 @@ async def test_a_server_is_asked_for_its_health_again_after_an_error_of_ours(cap
         await until(lambda: server.usable)
 
 
-@on_loop
 async def test_servers_without_a_connector_answer_all_the_same() -> None:
     async with server_site() as it:
         it.prefill[0].connector = False
@@ -162,75 +153,64 @@ async def test_servers_without_a_connector_answer_all_the_same() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_servers_refusal_is_the_answer(side: str, stream: bool) -> None:
-    async def case() -> None:
-        async with server_site(prefill=2, decode=2) as it:
-            await it.meet()
-            refusal = {"error": {"message": "max_tokens is too large", "code": 400}}
-            for each in it.prefill if side == "prefill" else it.decode:
-                each.status, each.answer = 400, refusal
-            others = it.decode if side == "prefill" else it.prefill
-            for each in others:
-                each.gate.clear()
-            status, answer, headers = await it.post(stream=stream)
-            assert (status, answer, headers["Content-Type"]) == (400, refusal, "application/json; charset=utf-8")
-            for each in (it.prefill, it.decode):
-                assert sum(len(fake.seen) for fake in each) <= 1  # no other server is asked the same
-            assert all(each.identity for each in it.backend.pool.prefill)  # the next request waits for nobody
-            await until(lambda: all(each.left for other in others for each in other.seen))
-
-    run_on_loop(case)
+async def test_a_servers_refusal_is_the_answer(side: str, stream: bool) -> None:
+    async with server_site(prefill=2, decode=2) as it:
+        await it.meet()
+        refusal = {"error": {"message": "max_tokens is too large", "code": 400}}
+        for each in it.prefill if side == "prefill" else it.decode:
+            each.status, each.answer = 400, refusal
+        others = it.decode if side == "prefill" else it.prefill
+        for each in others:
+            each.gate.clear()
+        status, answer, headers = await it.post(stream=stream)
+        assert (status, answer, headers["Content-Type"]) == (400, refusal, "application/json; charset=utf-8")
+        for each in (it.prefill, it.decode):
+            assert sum(len(fake.seen) for fake in each) <= 1  # no other server is asked the same
+        assert all(each.identity for each in it.backend.pool.prefill)  # the next request waits for nobody
+        await until(lambda: all(each.left for other in others for each in other.seen))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_both(stream: bool) -> None:
-    async def case() -> None:
-        async with server_site() as it:
-            await it.meet()
-            for each in it.servers:
-                each.gate.clear()
-            task = asyncio.create_task(it.post(stream=stream))
-            await until(lambda: all(each.seen for each in it.servers))
-            task.cancel()
-            await until(lambda: all(each.seen[0].left for each in it.servers))
-            await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
-            assert it.router.open_requests.count == 0
-
-    run_on_loop(case)
+async def test_a_client_that_leaves_cancels_both(stream: bool) -> None:
+    async with server_site() as it:
+        await it.meet()
+        for each in it.servers:
+            each.gate.clear()
+        task = asyncio.create_task(it.post(stream=stream))
+        await until(lambda: all(each.seen for each in it.servers))
+        task.cancel()
+        await until(lambda: all(each.seen[0].left for each in it.servers))
+        await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
+        assert it.router.open_requests.count == 0
 
 
 @pytest.mark.parametrize("how", ["400", "500", "its client leaves", "refuses"])
-def test_a_prefill_that_has_answered_is_notified_where_decode_does_not_take_its_kv(how: str) -> None:
+async def test_a_prefill_that_has_answered_is_notified_where_decode_does_not_take_its_kv(how: str) -> None:
     """Its request is over for its HTTP server: closing the connection would be no word to anybody."""
-
-    async def case() -> None:
-        async with server_site() as it:
-            await it.meet()
-            prefill, decode = it.prefill[0], it.decode[0]
-            decode.gate.clear()
-            if how == "refuses":
-                await it.leaves_unnoticed(decode)
-            elif how in {"400", "500"}:
-                decode.status, decode.answer = int(how), {"error": {"message": "no", "code": int(how)}}
-            task = asyncio.create_task(it.post())
-            if how != "refuses":
-                await until(lambda: prefill.seen and prefill.seen[0].answered and decode.seen)
-            if how == "its client leaves":
-                task.cancel()
-            else:
-                decode.gate.set()
-            await until(lambda: prefill.given_up)
-            # Where decode refuses the connection, the request may be given up before it is sent to prefill.
-            assert prefill.given_up == [seen.kv["transfer_id"] for seen in prefill.seen] or (
-                how == "refuses" and not prefill.seen
-            )
-            if how != "its client leaves":
-                assert (await task)[0] in (400, 500, 503)
-
-    run_on_loop(case)
+    async with server_site() as it:
+        await it.meet()
+        prefill, decode = it.prefill[0], it.decode[0]
+        decode.gate.clear()
+        if how == "refuses":
+            await it.leaves_unnoticed(decode)
+        elif how in {"400", "500"}:
+            decode.status, decode.answer = int(how), {"error": {"message": "no", "code": int(how)}}
+        task = asyncio.create_task(it.post())
+        if how != "refuses":
+            await until(lambda: prefill.seen and prefill.seen[0].answered and decode.seen)
+        if how == "its client leaves":
+            task.cancel()
+        else:
+            decode.gate.set()
+        await until(lambda: prefill.given_up)
+        # Where decode refuses the connection, the request may be given up before it is sent to prefill.
+        assert prefill.given_up == [seen.kv["transfer_id"] for seen in prefill.seen] or (
+            how == "refuses" and not prefill.seen
+        )
+        if how != "its client leaves":
+            assert (await task)[0] in (400, 500, 503)
 
 
-@on_loop
 async def test_without_a_prefill_server_decode_serves_if_it_may_and_the_router_reports_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -274,7 +254,6 @@ async def test_without_a_prefill_server_decode_serves_if_it_may_and_the_router_r
         assert (await it.post())[0] == 503
 
 
-@on_loop
 async def test_what_decode_has_taken_is_not_given_up() -> None:
     async with server_site() as it:
         await it.meet()
@@ -290,7 +269,6 @@ async def test_what_decode_has_taken_is_not_given_up() -> None:
         assert it.prefill[0].given_up == []
 
 
-@on_loop
 async def test_a_client_that_leaves_within_a_stream_cancels_decode() -> None:
     async with server_site() as it:
         it.decode[0].more.clear()
@@ -300,7 +278,6 @@ async def test_a_client_that_leaves_within_a_stream_cancels_decode() -> None:
         await until(lambda: it.decode[0].seen[0].left)
 
 
-@on_loop
 async def test_a_client_that_leaves_within_a_stream_cancels_a_prefill_that_has_not_answered() -> None:
     async with server_site() as it:
         await it.meet()
@@ -313,7 +290,6 @@ async def test_a_client_that_leaves_within_a_stream_cancels_a_prefill_that_has_n
         await until(lambda: all(each.seen[0].left for each in it.servers))
 
 
-@on_loop
 async def test_a_prefill_that_answers_after_decode_is_left_to_it() -> None:
     async with server_site() as it:
         await it.meet()
@@ -328,70 +304,64 @@ async def test_a_prefill_that_answers_after_decode_is_left_to_it() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("how", ["refuses", "500", "503", "429", "dies", "late"])
-def test_a_prefill_that_fails_is_replaced_before_decode_has_answered(how: str, stream: bool) -> None:
-    async def case() -> None:
-        limits = replace(LIMITS, room_deadline_ms=1_000) if how == "late" else LIMITS
-        async with server_site(prefill=2, limits=limits) as it:
-            await it.meet()
-            bad, good = it.prefill
-            it.server(good).unfinished += 1  # so that the bad one is asked first
-            if how == "refuses":
-                await it.leaves_unnoticed(bad)
-            elif how == "dies":
-                bad.dies = "early"
-            elif how == "late":
-                bad.gate.clear()
-            else:
-                bad.status, bad.answer = int(how), {"error": {}}
-            if stream:
-                assert texts(await it.stream()) == PIECES
-            else:
-                assert (await it.post())[:2] == (200, {"id": "cmpl-1", "choices": [{"text": WHOLE}], "server": "d0"})
-            # A decode whose prefill fails at once may never see the first attempt.
-            *first, second = it.decode[0].seen
-            assert len(first) == 1 if how == "late" else len(first) <= 1
-            assert second.kv["remote_engine_id"] == "p1"
-            assert second.kv["transfer_id"] == good.seen[0].kv["transfer_id"]
-            for each in first:
-                assert each.kv["remote_engine_id"] == "p0"
-                assert each.kv["transfer_id"] != second.kv["transfer_id"]
-                assert each.headers["X-Request-Id"] == second.headers["X-Request-Id"]
-                await until(lambda each=each: each.left)  # it no longer waits for what does not come
-            assert it.backend.metrics.retries == 1
-            assert it.server(bad).identity is None
-            assert it.server(bad).usable == (how != "refuses")  # which is as good as a /health that fails
-
-    run_on_loop(case)
+async def test_a_prefill_that_fails_is_replaced_before_decode_has_answered(how: str, stream: bool) -> None:
+    limits = replace(LIMITS, room_deadline_ms=1_000) if how == "late" else LIMITS
+    async with server_site(prefill=2, limits=limits) as it:
+        await it.meet()
+        bad, good = it.prefill
+        it.server(good).unfinished += 1  # so that the bad one is asked first
+        if how == "refuses":
+            await it.leaves_unnoticed(bad)
+        elif how == "dies":
+            bad.dies = "early"
+        elif how == "late":
+            bad.gate.clear()
+        else:
+            bad.status, bad.answer = int(how), {"error": {}}
+        if stream:
+            assert texts(await it.stream()) == PIECES
+        else:
+            assert (await it.post())[:2] == (200, {"id": "cmpl-1", "choices": [{"text": WHOLE}], "server": "d0"})
+        # A decode whose prefill fails at once may never see the first attempt.
+        *first, second = it.decode[0].seen
+        assert len(first) == 1 if how == "late" else len(first) <= 1
+        assert second.kv["remote_engine_id"] == "p1"
+        assert second.kv["transfer_id"] == good.seen[0].kv["transfer_id"]
+        for each in first:
+            assert each.kv["remote_engine_id"] == "p0"
+            assert each.kv["transfer_id"] != second.kv["transfer_id"]
+            assert each.headers["X-Request-Id"] == second.headers["X-Request-Id"]
+            await until(lambda each=each: each.left)  # it no longer waits for what does not come
+        assert it.backend.metrics.retries == 1
+        assert it.server(bad).identity is None
+        assert it.server(bad).usable == (how != "refuses")  # which is as good as a /health that fails
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("how", ["refuses", "500", "429", "dies", "first event"])
-def test_a_decode_that_fails_is_replaced_before_its_first_byte(how: str, stream: bool) -> None:
-    async def case() -> None:
-        async with server_site(decode=2) as it:
-            await it.meet()
-            bad, good = it.decode
-            it.server(good).unfinished += 1
-            if how == "refuses":
-                await it.leaves_unnoticed(bad)
-            elif how == "dies":
-                bad.dies = "early"
-            elif how in {"500", "429"}:
-                bad.status, bad.answer = int(how), {"error": {}}
-            elif stream:
-                bad.first_error = 500
-            else:
-                return
-            if stream:
-                assert texts(await it.stream()) == PIECES
-            else:
-                assert (await it.post())[1]["server"] == "d1"
-            transfers = [each.kv["transfer_id"] for each in it.prefill[0].seen]
-            assert len(set(transfers)) == len(transfers) <= 2  # prefill may not have seen what was cancelled at once
-            assert good.seen[0].kv["transfer_id"] == transfers[-1]
-            assert it.backend.metrics.retries == 1
-
-    run_on_loop(case)
+async def test_a_decode_that_fails_is_replaced_before_its_first_byte(how: str, stream: bool) -> None:
+    async with server_site(decode=2) as it:
+        await it.meet()
+        bad, good = it.decode
+        it.server(good).unfinished += 1
+        if how == "refuses":
+            await it.leaves_unnoticed(bad)
+        elif how == "dies":
+            bad.dies = "early"
+        elif how in {"500", "429"}:
+            bad.status, bad.answer = int(how), {"error": {}}
+        elif stream:
+            bad.first_error = 500
+        else:
+            return
+        if stream:
+            assert texts(await it.stream()) == PIECES
+        else:
+            assert (await it.post())[1]["server"] == "d1"
+        transfers = [each.kv["transfer_id"] for each in it.prefill[0].seen]
+        assert len(set(transfers)) == len(transfers) <= 2  # prefill may not have seen what was cancelled at once
+        assert good.seen[0].kv["transfer_id"] == transfers[-1]
+        assert it.backend.metrics.retries == 1
 
 
 @pytest.mark.parametrize("port", ["7000", None, 0, 2**64, [], {"x": 1}])
@@ -417,24 +387,20 @@ def test_what_a_prefill_server_returns_of_itself_is_checked_before_decode_gets_i
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_failure_that_no_other_server_mends_is_passed_on(side: str) -> None:
-    async def case() -> None:
-        async with server_site() as it:
-            await it.meet()
-            bad = it.prefill[0] if side == "prefill" else it.decode[0]
-            bad.status, bad.answer = 503, {"error": {"message": "overloaded"}}
-            status, answer, headers = await it.post()
-            assert (status, answer, headers["Retry-After"]) == (503, bad.answer, "7")
-            assert len(bad.seen) == 1
-            bad.status, bad.dies = 200, "early"
-            status, answer, headers = await it.post()
-            assert (status, answer["error"]["code"], headers["Retry-After"]) == (503, "peer_lost", "2")
-            assert bad.url in answer["error"]["message"]
-
-    run_on_loop(case)
+async def test_a_failure_that_no_other_server_mends_is_passed_on(side: str) -> None:
+    async with server_site() as it:
+        await it.meet()
+        bad = it.prefill[0] if side == "prefill" else it.decode[0]
+        bad.status, bad.answer = 503, {"error": {"message": "overloaded"}}
+        status, answer, headers = await it.post()
+        assert (status, answer, headers["Retry-After"]) == (503, bad.answer, "7")
+        assert len(bad.seen) == 1
+        bad.status, bad.dies = 200, "early"
+        status, answer, headers = await it.post()
+        assert (status, answer["error"]["code"], headers["Retry-After"]) == (503, "peer_lost", "2")
+        assert bad.url in answer["error"]["message"]
 
 
-@on_loop
 async def test_a_request_that_breaks_servers_meets_a_bounded_number_of_them() -> None:
     async with server_site(prefill=5, decode=5) as it:
         await it.meet()
@@ -444,7 +410,6 @@ async def test_a_request_that_breaks_servers_meets_a_bounded_number_of_them() ->
         assert sum(len(each.seen) for each in it.decode) == 3
 
 
-@on_loop
 async def test_an_error_that_a_stream_begins_with_becomes_its_status() -> None:
     async with server_site() as it:
         it.decode[0].first_error = 400
@@ -452,7 +417,6 @@ async def test_an_error_that_a_stream_begins_with_becomes_its_status() -> None:
         assert (status, answer["error"]["message"], headers["Content-Type"]) == (400, "KV is lost", "application/json")
 
 
-@on_loop
 async def test_a_prefill_that_is_another_process_is_met_again() -> None:
     async with server_site() as it:
         await it.meet()
@@ -467,7 +431,6 @@ async def test_a_prefill_that_is_another_process_is_met_again() -> None:
         assert it.decode[0].seen[0].left
 
 
-@on_loop
 async def test_a_stream_that_a_server_cuts_ends_with_an_error_event_and_without_done() -> None:
     async with server_site(decode=2) as it:
         for each in it.decode:
@@ -483,34 +446,29 @@ async def test_a_stream_that_a_server_cuts_ends_with_an_error_event_and_without_
 
 
 @pytest.mark.parametrize("text", [b"", b"x" * HELD_BYTES_MAX], ids=["short", "long"])
-def test_a_whole_answer_that_a_server_cuts_is_not_passed_off_as_whole(text: bytes) -> None:
+async def test_a_whole_answer_that_a_server_cuts_is_not_passed_off_as_whole(text: bytes) -> None:
     """Of a short one the client has nothing yet."""
+    async with server_site(decode=2) as it:
+        bad, good = it.decode
+        it.server(good).unfinished += 1
 
-    async def case() -> None:
-        async with server_site(decode=2) as it:
-            bad, good = it.decode
-            it.server(good).unfinished += 1
+        async def half(request, seen):
+            headers = {"Content-Type": "application/json", "Content-Length": "99999"}
+            response = aiohttp.web.StreamResponse(headers=headers)
+            await response.prepare(request)
+            await response.write(b'{"choices": "' + text)
+            await asyncio.sleep(0.05)
+            request.transport.abort()
+            return response
 
-            async def half(request, seen):
-                headers = {"Content-Type": "application/json", "Content-Length": "99999"}
-                response = aiohttp.web.StreamResponse(headers=headers)
-                await response.prepare(request)
-                await response.write(b'{"choices": "' + text)
-                await asyncio.sleep(0.05)
-                request.transport.abort()
-                return response
-
-            bad.reply = half
-            if text:
-                with pytest.raises(aiohttp.ClientError):
-                    await it.post()
-            else:
-                assert (await it.post())[1]["server"] == "d1"
-
-    run_on_loop(case)
+        bad.reply = half
+        if text:
+            with pytest.raises(aiohttp.ClientError):
+                await it.post()
+        else:
+            assert (await it.post())[1]["server"] == "d1"
 
 
-@on_loop
 async def test_unhealthy_servers_are_left_out_until_they_are_healthy_again() -> None:
     async with server_site(decode=2) as it:
         it.decode[0].healthy = False
@@ -535,7 +493,6 @@ async def test_unhealthy_servers_are_left_out_until_they_are_healthy_again() -> 
         assert (await it.post())[0] == 200
 
 
-@on_loop
 async def test_requests_of_a_server_that_stays_silent_fail() -> None:
     async with server_site(limits=replace(LIMITS, ping_ms=20, silence_ms=100, room_deadline_ms=300)) as it:
         decode = it.decode[0]
@@ -550,7 +507,6 @@ async def test_requests_of_a_server_that_stays_silent_fail() -> None:
         assert "has not answered within 100 ms" in answer["error"]["message"]
 
 
-@on_loop
 async def test_requests_of_a_server_that_listens_no_more_are_tried_again_long_before_the_deadline() -> None:
     async with server_site(decode=2, limits=replace(LIMITS, silence_ms=300, room_deadline_ms=3_600_000)) as served:
         bad, good = served.decode
@@ -563,7 +519,6 @@ async def test_requests_of_a_server_that_listens_no_more_are_tried_again_long_be
         assert (status, answer["server"]) == (200, "d1")
 
 
-@on_loop
 async def test_a_server_is_asked_again_after_a_failure_of_the_router_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     async with server_site() as served:
         pool = served.backend.pool
@@ -574,7 +529,6 @@ async def test_a_server_is_asked_again_after_a_failure_of_the_router_itself(monk
         await until(lambda: pool.decode[0].usable)
 
 
-@on_loop
 async def test_a_stream_of_a_server_that_listens_no_more_goes_on_to_its_end() -> None:
     piece = b'data: {"choices":[{"text":"a"}]}\n\n'
     async with server_site(limits=replace(LIMITS, silence_ms=1_000, room_deadline_ms=3_600_000)) as served:
@@ -598,37 +552,29 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "status", "words"), BAD)
-def test_a_body_that_is_no_object_is_refused_here(body: bytes, status: int, words: str) -> None:
-    async def case() -> None:
-        async with server_site() as it, it.http.post(it.url + "/v1/completions", data=body) as response:
-            assert response.status == status
-            assert words in (await response.json())["error"]["message"]
-            assert not any(each.seen for each in it.servers)
-
-    run_on_loop(case)
+async def test_a_body_that_is_no_object_is_refused_here(body: bytes, status: int, words: str) -> None:
+    async with server_site() as it, it.http.post(it.url + "/v1/completions", data=body) as response:
+        assert response.status == status
+        assert words in (await response.json())["error"]["message"]
+        assert not any(each.seen for each in it.servers)
 
 
 @pytest.mark.parametrize("given", ["x" * 129, "a\tb", "żółw"])
-def test_a_request_id_that_servers_may_not_take_is_refused(given: str) -> None:
-    async def case() -> None:
-        async with server_site() as it:
-            status, answer, headers = await it.post(headers={"X-Request-Id": given})
-            assert (status, answer["error"]["param"]) == (400, "X-Request-Id")
-            (record,) = it.ended
-            assert (record.request_id, record.status) == (headers["X-Request-Id"], 400)
-            assert len(record.request_id) == 32
-
-    run_on_loop(case)
+async def test_a_request_id_that_servers_may_not_take_is_refused(given: str) -> None:
+    async with server_site() as it:
+        status, answer, headers = await it.post(headers={"X-Request-Id": given})
+        assert (status, answer["error"]["param"]) == (400, "X-Request-Id")
+        (record,) = it.ended
+        assert (record.request_id, record.status) == (headers["X-Request-Id"], 400)
+        assert len(record.request_id) == 32
 
 
-@on_loop
 async def test_other_paths_are_404_in_openais_form() -> None:
     async with server_site() as it, it.http.post(it.url + "/v1/embeddings", json={}) as response:
         assert response.status == 404
         assert "/v1/chat/completions" in (await response.json())["error"]["message"]
 
 
-@on_loop
 async def test_requests_and_their_bytes_are_bounded() -> None:
     async with server_site(limits=replace(LIMITS, rooms_max=2)) as it:
         it.decode[0].gate.clear()
@@ -642,7 +588,6 @@ async def test_requests_and_their_bytes_are_bounded() -> None:
 
 
 @pytest.mark.slow
-@on_loop
 async def test_a_client_that_does_not_read_stops_its_server_from_sending() -> None:
     async with server_site() as it:
         decode = it.decode[0]
@@ -665,7 +610,6 @@ async def test_a_client_that_does_not_read_stops_its_server_from_sending() -> No
         await until(lambda: decode.seen[0].left)
 
 
-@on_loop
 async def test_a_drain_waits_for_streams_and_takes_no_more() -> None:
     async with server_site() as it:
         it.decode[0].more.clear()
@@ -682,27 +626,23 @@ async def test_a_drain_waits_for_streams_and_takes_no_more() -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_closing_ends_requests_with_an_error_and_cancels_their_servers(begun: bool) -> None:
-    async def case() -> None:
-        async with server_site() as it:
-            await it.meet()
-            (it.decode[0].more if begun else it.decode[0].gate).clear()
-            request = it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True})
-            task = asyncio.create_task(request.__aenter__())
-            await until(lambda: it.decode[0].seen)
-            text = await (await task).content.readuntil(b"\n\n") if begun else b""
-            await it.router.close()
-            async with await task as response:
-                text = (await response.content.read()).decode().removeprefix("data: ")
-                assert response.status == (200 if begun else 503)
-            answer = json.loads(text)["error"]
-            assert (answer["message"], answer["code"]) == ("the router shuts down", "shutdown")
-            await until(lambda: it.decode[0].seen[0].left)
-
-    run_on_loop(case)
+async def test_closing_ends_requests_with_an_error_and_cancels_their_servers(begun: bool) -> None:
+    async with server_site() as it:
+        await it.meet()
+        (it.decode[0].more if begun else it.decode[0].gate).clear()
+        request = it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True})
+        task = asyncio.create_task(request.__aenter__())
+        await until(lambda: it.decode[0].seen)
+        text = await (await task).content.readuntil(b"\n\n") if begun else b""
+        await it.router.close()
+        async with await task as response:
+            text = (await response.content.read()).decode().removeprefix("data: ")
+            assert response.status == (200 if begun else 503)
+        answer = json.loads(text)["error"]
+        assert (answer["message"], answer["code"]) == ("the router shuts down", "shutdown")
+        await until(lambda: it.decode[0].seen[0].left)
 
 
-@on_loop
 async def test_a_prefill_whose_answer_is_huge_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 10_000)
     async with server_site() as it:
@@ -714,7 +654,6 @@ async def test_a_prefill_whose_answer_is_huge_is_not_read_to_its_end(monkeypatch
         assert (await it.post())[0] == 200  # decode's is passed on, not kept
 
 
-@on_loop
 async def test_prompts_go_where_their_beginning_went_and_others_where_least_is_open() -> None:
     async with server_site(prefill=3, decode=3, limits=replace(LIMITS, turn_tokens_max=0)) as it:
         await it.meet()
@@ -736,7 +675,6 @@ async def test_prompts_go_where_their_beginning_went_and_others_where_least_is_o
         assert (await ask(long["a"]))[1] != first["a"][1]  # too much to do there
 
 
-@on_loop
 async def test_requests_that_come_together_are_spread() -> None:
     async with server_site(prefill=2, decode=2) as it:
         await it.meet()
@@ -751,7 +689,6 @@ async def test_requests_that_come_together_are_spread() -> None:
         await asyncio.gather(*tasks)
 
 
-@on_loop
 async def test_metrics_count_answers_by_status_and_name_servers() -> None:
     async with server_site() as it:
         await it.post()
@@ -766,7 +703,6 @@ async def test_metrics_count_answers_by_status_and_name_servers() -> None:
 
 
 @pytest.mark.slow
-@on_loop
 async def test_the_command_serves_and_drains_on_sigterm() -> None:
     async with server_site() as it:
         it.decode[0].more.clear()
@@ -798,7 +734,6 @@ async def refuses(it: ServerSite) -> bool:
     return (await it.post())[0] == 503
 
 
-@on_loop
 async def test_a_request_is_recorded_with_its_servers_status_and_first_byte() -> None:
     async with server_site() as it:
         await it.meet()
@@ -816,7 +751,6 @@ async def test_a_request_is_recorded_with_its_servers_status_and_first_byte() ->
         assert stream.first_token_s <= stream.total_s
 
 
-@on_loop
 async def test_a_request_that_servers_fail_is_recorded_with_the_cause() -> None:
     async with server_site() as it:
         it.decode[0].status, it.decode[0].answer = 500, {"error": {}}
@@ -826,7 +760,6 @@ async def test_a_request_that_servers_fail_is_recorded_with_the_cause() -> None:
         assert record.detail == f"{it.decode[0].url}: answers 500"
 
 
-@on_loop
 async def test_an_answer_that_is_cut_off_is_recorded_as_a_failure() -> None:
     async with server_site() as it:
         it.decode[0].dies = "late"
@@ -837,7 +770,6 @@ async def test_an_answer_that_is_cut_off_is_recorded_as_a_failure() -> None:
         assert record.detail.startswith(f"cut off: {it.decode[0].url}: ")
 
 
-@on_loop
 async def test_the_next_turn_of_a_chat_is_decodes_and_the_first_one_prefills() -> None:
     async with server_site() as it:
         await it.meet()
@@ -854,7 +786,6 @@ async def test_the_next_turn_of_a_chat_is_decodes_and_the_first_one_prefills() -
         assert len(prefill.seen) == 2, "it is another chat"
 
 
-@on_loop
 async def test_decode_computes_turns_up_to_its_first_tokens_and_others_are_prefills_meanwhile() -> None:
     async with server_site(limits=replace(LIMITS, turn_tokens_max=300)) as it:
         await it.meet()
@@ -870,7 +801,6 @@ async def test_decode_computes_turns_up_to_its_first_tokens_and_others_are_prefi
         assert it.server(decode).computing == 0
 
 
-@on_loop
 async def test_where_a_turn_fails_on_its_decode_another_pair_answers_it() -> None:
     async with server_site(decode=2) as it:
         await it.meet()
@@ -883,7 +813,6 @@ async def test_where_a_turn_fails_on_its_decode_another_pair_answers_it() -> Non
         assert it.server(it.decode[0]).computing == 0
 
 
-@on_loop
 async def test_one_server_may_have_both_roles() -> None:
     async with server_site(decode=0) as it:
         (only,) = it.prefill

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site
-from tests.support.waiting import on_loop, run_on_loop, until
+from tests.support.waiting import until
 
 WHOLE = "".join(PIECES)
 
@@ -21,7 +21,6 @@ def rooms(it: ServerSite) -> list[list[object]]:
     return [[seen.body["bootstrap_room"] for seen in each.seen] for each in it.servers]
 
 
-@on_loop
 async def test_both_servers_are_asked_at_once_with_one_room_from_the_first_request_on() -> None:
     async with server_site(of=FakeSglang) as it:
         (prefill,), (decode,) = it.prefill, it.decode
@@ -43,7 +42,6 @@ async def test_both_servers_are_asked_at_once_with_one_room_from_the_first_reque
         assert len(set(rooms(it)[1])) == 2
 
 
-@on_loop
 async def test_only_the_bootstrap_servers_owner_reports_where_it_is() -> None:
     async with server_site(of=FakeSglang) as it:
 
@@ -58,7 +56,6 @@ async def test_only_the_bootstrap_servers_owner_reports_where_it_is() -> None:
         assert it.backend.metrics.retries == 0
 
 
-@on_loop
 async def test_streams_and_sglangs_own_path_are_relayed() -> None:
     async with server_site(of=FakeSglang) as it:
         assert [json.loads(each[6:])["choices"][0]["text"] for each in (await it.stream()).split("\n\n")[:-2]] == PIECES
@@ -74,36 +71,32 @@ async def test_streams_and_sglangs_own_path_are_relayed() -> None:
 
 
 @pytest.mark.parametrize("how", ["500", "dies", "no prefill", "other port"])
-def test_a_prefill_that_fails_is_replaced(how: str) -> None:
-    async def case() -> None:
-        async with server_site(prefill=2, of=FakeSglang) as it:
-            bad, good = it.prefill
-            assert (await it.post())[0] == 200
-            assert (await it.post())[0] == 200
-            it.server(good).unfinished += 1
-            if how == "dies":
-                bad.dies = "early"
-            elif how == "500":
-                bad.status, bad.answer = 500, {"error": {}}
-            else:  # another process is at this address
-                bad.healthy = False
-                await until(lambda: not it.server(bad).usable)
-                bad.healthy, bad.connector, bad.port = True, how != "no prefill", 9009
-                await until(lambda: it.server(bad).usable)
-            for each in it.servers:
-                each.seen.clear()
-            assert (await it.post())[1]["server"] == "d0"
-            last = it.decode[0].seen[-1].body
-            serves = bad if how == "other port" else good
-            assert last["bootstrap_port"] == serves.port
-            assert last["bootstrap_room"] == serves.seen[-1].body["bootstrap_room"]
-            assert it.backend.metrics.retries == (how != "other port")
-            assert (it.server(bad).identity is None) == (how != "other port")
-
-    run_on_loop(case)
+async def test_a_prefill_that_fails_is_replaced(how: str) -> None:
+    async with server_site(prefill=2, of=FakeSglang) as it:
+        bad, good = it.prefill
+        assert (await it.post())[0] == 200
+        assert (await it.post())[0] == 200
+        it.server(good).unfinished += 1
+        if how == "dies":
+            bad.dies = "early"
+        elif how == "500":
+            bad.status, bad.answer = 500, {"error": {}}
+        else:  # another process is at this address
+            bad.healthy = False
+            await until(lambda: not it.server(bad).usable)
+            bad.healthy, bad.connector, bad.port = True, how != "no prefill", 9009
+            await until(lambda: it.server(bad).usable)
+        for each in it.servers:
+            each.seen.clear()
+        assert (await it.post())[1]["server"] == "d0"
+        last = it.decode[0].seen[-1].body
+        serves = bad if how == "other port" else good
+        assert last["bootstrap_port"] == serves.port
+        assert last["bootstrap_room"] == serves.seen[-1].body["bootstrap_room"]
+        assert it.backend.metrics.retries == (how != "other port")
+        assert (it.server(bad).identity is None) == (how != "other port")
 
 
-@on_loop
 async def test_an_engine_that_is_busy_for_long_is_left_out_meanwhile() -> None:
     """SGLang computes a token to answer /health, which waits while a long step runs."""
     async with server_site(decode=2, of=FakeSglang, limits=replace(LIMITS, silence_ms=2_000)) as it:
@@ -121,7 +114,6 @@ async def test_an_engine_that_is_busy_for_long_is_left_out_meanwhile() -> None:
         assert (await it.post())[1]["server"] == "d0"
 
 
-@on_loop
 async def test_the_only_prefill_server_that_ends_at_a_prompt_serves_again_when_it_is_back() -> None:
     async with server_site(of=FakeSglang) as it:
         [prefill] = it.prefill
@@ -140,7 +132,6 @@ async def test_the_only_prefill_server_that_ends_at_a_prompt_serves_again_when_i
         assert (await it.post())[0] == 200
 
 
-@on_loop
 async def test_servers_with_a_key_are_asked_as_the_client() -> None:
     async with server_site(of=FakeSglang) as it:
         it.prefill[0].key = "Bearer k"
@@ -148,7 +139,6 @@ async def test_servers_with_a_key_are_asked_as_the_client() -> None:
         assert (await it.post(headers={"Authorization": "Bearer k"}))[0] == 200
 
 
-@on_loop
 async def test_a_client_that_leaves_has_both_servers_notified_by_the_name_that_they_know() -> None:
     """SGLang looks every four seconds whether the client of a request is there."""
     async with server_site(of=FakeSglang) as it:
@@ -162,7 +152,6 @@ async def test_a_client_that_leaves_has_both_servers_notified_by_the_name_that_t
         assert it.prefill[0].given_up == it.decode[0].given_up
 
 
-@on_loop
 async def test_a_client_that_leaves_cancels_both() -> None:
     async with server_site(of=FakeSglang) as it:
         for each in it.servers:
@@ -174,7 +163,6 @@ async def test_a_client_that_leaves_cancels_both() -> None:
         await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
 
 
-@on_loop
 async def test_other_paths_are_404_and_the_answer_names_sglangs() -> None:
     async with server_site(of=FakeSglang) as it, it.http.post(it.url + "/v1/embeddings", json={}) as response:
         assert response.status == 404

@@ -43,7 +43,7 @@ from pdtransfer.wire import (
     decode,
     encode,
 )
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 LIMITS = Limits(ping_ms=20, silence_ms=1_000)
 CALM = Limits(ping_ms=50, silence_ms=2_000)  # for ranks that are to stay, on a busy machine too
@@ -135,7 +135,6 @@ def hello(name: str) -> Hello:
     return Hello(1, 1, node(name).identity("decode"))
 
 
-@on_loop
 async def test_all_that_a_leader_sends_comes_once_and_in_order_and_so_do_reports() -> None:
     async with Pair() as (leader, follower):
         for index in range(1_000):
@@ -151,7 +150,6 @@ async def test_all_that_a_leader_sends_comes_once_and_in_order_and_so_do_reports
         assert leader.reports == [RankReady(index + 1, index, 5, 3) for index in range(1_000)]
 
 
-@on_loop
 async def test_a_group_is_known_once_every_rank_is_bound() -> None:
     leader = Leader(tp_size=3)
     endpoint = await leader.listen(node("l", CALM))
@@ -171,7 +169,6 @@ async def test_a_group_is_known_once_every_rank_is_bound() -> None:
         await end.close()
 
 
-@on_loop
 async def test_a_group_that_has_nothing_to_send_stays_and_either_end_sends_goodbye() -> None:
     async with Pair() as (leader, follower):
         await asyncio.sleep(CALM.silence_ms / 1e3 + 0.5)
@@ -198,7 +195,6 @@ async def test_a_group_that_has_nothing_to_send_stays_and_either_end_sends_goodb
         (RankJoin(Ranks(1, 2), "f", SETTINGS, "here"), "tensors: endpoint 'here': is not tcp://host:port"),
     ],
 )
-@on_loop
 async def test_a_rank_that_differs_is_refused_with_the_field_and_both_values(words: RankJoin, text: str) -> None:
     leader = Leader()
     follower = Follower(await leader.listen(), words=words)
@@ -212,7 +208,6 @@ async def test_a_rank_that_differs_is_refused_with_the_field_and_both_values(wor
 
 
 @pytest.mark.parametrize("name", ["f", "g"])
-@on_loop
 async def test_a_second_process_of_one_rank_is_refused_and_the_first_goes_on(name: str) -> None:
     async with Pair() as (leader, follower):
         second = Follower(follower.endpoint, node(name))
@@ -225,7 +220,6 @@ async def test_a_second_process_of_one_rank_is_refused_and_the_first_goes_on(nam
         assert not leader.lost.is_set()
 
 
-@on_loop
 async def test_a_peer_of_another_role_cannot_join() -> None:
     leader = Leader()
     stranger = Stranger(await leader.listen())
@@ -248,7 +242,6 @@ def keyed(here: Path, name: str, **listed: str) -> NodeSettings:
     return node(name, keys=KeyPair.read(here / f"{name}.key"), allowed=allowed)
 
 
-@on_loop
 async def test_a_key_that_is_not_listed_or_not_for_this_role_cannot_join(tmp_path: Path) -> None:
     leader = Leader()
     settings = keyed(tmp_path, "l", f="decode", r="router")
@@ -274,7 +267,6 @@ async def test_a_key_that_is_not_listed_or_not_for_this_role_cannot_join(tmp_pat
     await leader.close()
 
 
-@on_loop
 async def test_a_rank_whose_key_is_revoked_is_lost(tmp_path: Path) -> None:
     leader = Leader()
     settings = keyed(tmp_path, "l", f="decode")
@@ -295,7 +287,6 @@ async def test_a_rank_whose_key_is_revoked_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "router"])
-@on_loop
 async def test_a_rank_dials_and_keeps_no_leader_whose_key_is_listed_in_another_role(tmp_path: Path, role: str) -> None:
     leader = Leader()
     settings = keyed(tmp_path, "l", f="decode")
@@ -320,7 +311,6 @@ async def test_a_rank_dials_and_keeps_no_leader_whose_key_is_listed_in_another_r
 
 
 @pytest.mark.parametrize("role", ["prefill", "router"])
-@on_loop
 async def test_a_leader_that_answers_in_another_role_is_not_joined(role: str) -> None:
     listener = Bus(
         node="l", keys=None, allowed=None, refused=lambda *_: None,
@@ -347,7 +337,6 @@ async def test_a_leader_that_answers_in_another_role_is_not_joined(role: str) ->
         ([], "it has been silent for 1"),
     ],
 )
-@on_loop
 async def test_a_follower_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     frames: list[Message | bytes], why: str
 ) -> None:
@@ -365,7 +354,6 @@ async def test_a_follower_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     await leader.close()
 
 
-@on_loop
 async def test_a_follower_that_dies_is_lost_at_the_next_message() -> None:
     leader = Leader()
     stranger = Stranger(await leader.listen())
@@ -388,7 +376,6 @@ async def test_a_follower_that_dies_is_lost_at_the_next_message() -> None:
         ([], "it has been silent for 1"),
     ],
 )
-@on_loop
 async def test_a_leader_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     frames: list[Message | bytes], why: str
 ) -> None:
@@ -424,7 +411,6 @@ async def test_a_leader_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     context.term()
 
 
-@on_loop
 async def test_a_leader_that_dies_or_ends_while_ranks_wait_ends_their_wait() -> None:
     first = Leader(tp_size=3)
     waits = Follower(await first.listen(), words=join(size=3))

@@ -19,7 +19,7 @@ from pdtransfer.serve.worker.group.leader import GroupLeader
 from pdtransfer.serve.worker.group.meeting import StoppedError, after_leader, connected
 from pdtransfer.wire import Ranks
 from tests.support.paths import REPO
-from tests.support.waiting import PATIENCE_S, on_loop
+from tests.support.waiting import PATIENCE_S
 
 # Ranks may differ in these: addresses, keys and logs of a process; where and how its own memory lies; what the leader
 # alone decides. A new setting has to be on this list or in `common`.
@@ -44,7 +44,6 @@ async def never() -> None:
     await asyncio.Event().wait()
 
 
-@on_loop
 async def test_a_rank_that_dies_while_they_meet_ends_the_meeting() -> None:
     group = GroupLeader(Ranks(0, 2))
     group.fail("rank tp1 has ended")
@@ -52,7 +51,6 @@ async def test_a_rank_that_dies_while_they_meet_ends_the_meeting() -> None:
         await connected(never(), group, asyncio.Event())
 
 
-@on_loop
 async def test_who_is_asked_to_end_ends_while_they_meet() -> None:
     stop = asyncio.Event()
     stop.set()
@@ -60,7 +58,6 @@ async def test_who_is_asked_to_end_ends_while_they_meet() -> None:
         await connected(never(), GroupLeader(Ranks(0, 2)), asyncio.Event(), stop)
 
 
-@on_loop
 async def test_ranks_that_have_met_go_on_and_a_failed_meeting_has_its_reason() -> None:
     async def fails() -> None:
         raise WorldError("rank tp1 did not connect within 60 s")
@@ -71,7 +68,6 @@ async def test_ranks_that_have_met_go_on_and_a_failed_meeting_has_its_reason() -
 
 
 @pytest.mark.parametrize(("word", "found"), [(b"\n", ValueError), (b"", StoppedError)])
-@on_loop
 async def test_a_rank_reports_its_error_once_its_leader_has_found_none(
     word: bytes, found: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +88,6 @@ async def test_a_rank_reports_its_error_once_its_leader_has_found_none(
         await failing
 
 
-@on_loop
 async def test_a_rank_that_others_have_started_reports_its_error_at_once() -> None:
     with pytest.raises(ValueError, match="too few"):
         async with after_leader():

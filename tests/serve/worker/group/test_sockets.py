@@ -20,7 +20,6 @@ from pdtransfer.serve.worker.group.sockets import RankSockets
 from pdtransfer.wire import Ranks
 from pdtransfer.wire.ranks import ranks_of
 from tests.support.paths import REPO
-from tests.support.waiting import on_loop
 
 HOST, SECRET = "127.0.0.1", bytes(range(32))
 NEXT = """
@@ -134,7 +133,6 @@ def test_parts_of_other_sizes_are_an_error_with_the_rank() -> None:
             other.result()
 
 
-@on_loop
 async def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "MEET_S", 0.2)
     first, second, _ = ranks = [RankSockets(each) for each in ranks_of(3, 1)]
@@ -147,7 +145,6 @@ async def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatc
         await late.meet(endpoints, SECRET)
 
 
-@on_loop
 async def test_only_a_rank_with_the_secret_connects_and_strangers_keep_none_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -283,7 +283,7 @@ async def test_what_is_sent_about_grants_goes_by_the_line_and_all_else_by_zmq() 
         for message in (Released(SESSION, 1), Abort(SESSION, 1, 7)):
             assert decode_node.bus.send("p", message)
         await until(lambda: len(prefill.received) == 2)
-        assert (decode_node.bus.received, prefill.bus.received) == (1, 2)
+        assert (decode_node.bus.received, prefill.bus.received) == (1, 2) == (prefill.bus.sent, decode_node.bus.sent)
 
 
 async def test_a_frame_too_long_for_the_line_goes_by_zmq() -> None:

@@ -137,22 +137,22 @@ def handed_over(pair: VllmPair, prompts: list[list[int]], *, order: str, tokens:
             pair.decode.add(prompt, tokens=tokens, request=f"cmpl-{name}-0", kv_transfer_params=pair.named(name))
             for prompt, name in zip(prompts, names, strict=True)
         ]
-        return [pair.decode.generated(each) for each in added]
-    if order == "serial":
+    elif order == "serial":
         done = [pair.prefill.add(prompt, tokens=1, kv_transfer_params=SENDS) for prompt in prompts]
         params = [pair.prefill.generated(each).kv_transfer_params for each in done]
         added = [
             pair.decode.add(prompt, tokens=tokens, kv_transfer_params=each)
             for prompt, each in zip(prompts, params, strict=True)
         ]
-        return [pair.decode.generated(each) for each in added]
-    if order == "prefill first":
-        sent = [pair.begin_prefill(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
+    else:
+        sent = [pair.begin_prefill(*asked) for asked in zip(prompts, labels, strict=True) if order == "prefill first"]
         for each in sent:
             pair.prefill.generated(each)
-    added = [pair.begin_decode(prompt, label, tokens=tokens) for prompt, label in zip(prompts, labels, strict=True)]
-    if order == "decode first":
-        settles(lambda: pair.decode.state()["requests"], len(prompts))
-        for prompt, label in zip(prompts, labels, strict=True):
-            pair.begin_prefill(prompt, label)
-    return [pair.decode.generated(each) for each in added]
+        added = [pair.begin_decode(prompt, label, tokens=tokens) for prompt, label in zip(prompts, labels, strict=True)]
+        if order == "decode first":
+            settles(lambda: pair.decode.state()["requests"], len(prompts))
+            for prompt, label in zip(prompts, labels, strict=True):
+                pair.begin_prefill(prompt, label)
+    answers = [pair.decode.generated(each) for each in added]
+    assert all(answer.finish_reason != "error" for answer in answers), pair.decode.log_end()
+    return answers

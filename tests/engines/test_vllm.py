@@ -590,7 +590,7 @@ def test_it_is_one_of_several_connectors(checkpoints: Checkpoints, tmp_path: Pat
 
 def why_not_by(transport: str) -> str:
     """Why the engines' interpreter has not what a transport needs; empty where it has."""
-    code = f"from pdtransfer.transports.{transport}.settings import why_not; print(why_not())"
+    code = f"from pdtransfer.transports.{transport}.host import why_not; print(why_not())"
     ran = subprocess.run([PYTHON, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True)
     return ran.stdout.strip()
 

@@ -162,7 +162,7 @@ class Manager(dialect.KVManager):
         self._prefill = SendingSide(client, described, time_left_s=self._settings.time_left_s)
         # What decode learns from the bootstrap server is where our client listens.
         self.rank_port = int(endpoint.rpartition(":")[2])
-        self.local_ip = endpoint.partition("tcp://")[0] + self._settings.host
+        self.local_ip = endpoint.rpartition("tcp://")[0] + self._settings.host
         process.identity, line = rank.announced(endpoint, None, "")
         log.info("%s", line)
 

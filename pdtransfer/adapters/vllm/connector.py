@@ -49,7 +49,7 @@ class OrdersMetadata(KVConnectorMetadata):
 
 
 class Announced(RankRuns, KVConnectorHandshakeMetadata):
-    """Likewise, as vLLM carries it."""
+    """RankRuns, as vLLM carries it from a worker to the scheduler."""
 
 
 class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):

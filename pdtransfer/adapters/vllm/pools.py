@@ -62,8 +62,10 @@ class BlockRows:
         return (striped[:, None] * self.parts + np.arange(self.parts)).reshape(-1)
 
     def slots(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int64]:
-        """The slots of a prompt in these blocks, as the kind has them."""
-        return self.kind.slots(blocks[self.stripe :: self.stripes], tokens)
+        """The slots of a prompt in these blocks, as the kind has them; too few for the prompt if blocks are missing."""
+        striped = blocks[self.stripe :: self.stripes]
+        missing = self.kind.rows(tokens) - len(striped) * self.kind.of_page > int(self.stripes > 1)
+        return self.kind.expand(striped) if missing else self.kind.slots(striped, tokens)
 
 
 @dataclass(frozen=True, slots=True)

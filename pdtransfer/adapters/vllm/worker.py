@@ -266,9 +266,8 @@ class WorkerSide:
     def _receive(self, order: Receive) -> None:
         assert self._decode is not None
         room = order.room
-        # Requests that run may have the prefix as well: its blocks do not fail.
-        first, expected = self._rows[0].kind.whole_rows(order.prefix), order.slots[0]
-        blocks = tuple(slot for slot in expected[first:] if slot >= 0) if order.awaited else ()
+        # Requests that run may have the prefix as well: its blocks are -1 here, and do not fail.
+        blocks = tuple(slot for slot in order.slots[0] if slot >= 0) if order.awaited else ()
         try:
             self._decode.expect(
                 room, tokens=order.tokens, prefix=order.prefix, sources=order.sources, time_left_s=self._time_left_s,

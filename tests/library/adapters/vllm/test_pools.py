@@ -63,6 +63,11 @@ def test_a_row_is_a_block_of_one_layer() -> None:
     assert made.complete_after == {name: (0, at) for at, name in enumerate(tensors)}
 
 
+def test_a_table_that_lacks_blocks_has_too_few_slots_which_the_client_refuses() -> None:
+    [rows] = made_of(cache(1, 4)).rows
+    assert [rows.slots(blocks, 3 * TOKENS).tolist() for blocks in ([5, 6], [5, 6, 2])] == [[5, 6], [5, 6, 2]]
+
+
 def test_layers_of_a_drafter_are_complete_with_their_step_alone() -> None:
     """Else rows behind the prompt, which its last block has, would change while they are read, and no checksum fits."""
     tensors = cache(3, 4)

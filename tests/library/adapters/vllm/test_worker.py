@@ -415,17 +415,20 @@ def test_a_request_that_needs_nothing_frees_prefill_and_is_never_reported(site: 
     assert site.received == Results()
 
 
-def test_requests_that_share_decodes_blocks_land_together_and_fail_alone(site: Site) -> None:
+@pytest.mark.parametrize("rows", ["blocks", "tokens"])
+def test_requests_that_share_decodes_blocks_land_together_and_fail_alone(rows: str) -> None:
     """vLLM gives up every request whose blocks are named, also those that have them from its prefix cache."""
-    site.prefill.begin(Orders(opens=[Open("p", "lost", 40)]))
-    receives = [site.receive(name, label, 40, [4, *own], prefix=16)
-                for name, label, own in (("d", "lost", [9, 2]), ("e", "room", [8, 10]))]  # fmt: skip
-    site.decode.begin(Orders(receives=receives))
-    site.send("q", "room", 40, [7, 3, 5])
-    site.prefill.begin(Orders(aborts=["p"]))
-    site.until(lambda: site.received.received == {"d", "e"})
-    assert (site.received.failed, site.received.failed_blocks) == ({"d"}, {9, 2})
-    assert site.landed([3, 5], [8, 10])
+    with made_site(rows=rows) as site:
+        site.prefill.begin(Orders(opens=[Open("p", "lost", 40)]))
+        receives = [site.receive(name, label, 40, [-1, *own], prefix=16)
+                    for name, label, own in (("d", "lost", [9, 2]), ("e", "room", [8, 10]))]  # fmt: skip
+        site.decode.begin(Orders(receives=receives))
+        site.send("q", "room", 40, [7, 3, 5])
+        site.prefill.begin(Orders(aborts=["p"]))
+        site.until(lambda: site.received.received == {"d", "e"})
+        assert (site.received.failed, site.received.failed_blocks) == ({"d"}, {9, 2})
+        assert site.landed([3], [8])
+        assert np.array_equal(site.target[:, 10, :, :8], site.source[:, 5, :, :8])  # the prompt's last tokens
 
 
 def test_decode_that_gives_up_is_reported_once_and_has_not_failed(site: Site) -> None:

@@ -353,9 +353,9 @@ async def streamed(
 
 
 def is_dialled(port: int) -> bool:
-    """Whether a socket of this host is connected to that port of 127.0.0.1."""
+    """Whether a socket of this host is connected to that port of 127.0.0.1. TIME_WAIT (06) is behind its end."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    return any(line.split()[2] == f"0100007F:{port:04X}" for line in lines)
+    return any(line.split()[2] == f"0100007F:{port:04X}" and line.split()[3] != "06" for line in lines)
 
 
 @asynccontextmanager

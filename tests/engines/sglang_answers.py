@@ -100,7 +100,7 @@ def receiver(manager: Manager, address: str) -> Receiver:
 
 def learns_server(manager: Manager, address: str) -> str:
     if not manager.try_ensure_parallel_info(address):
-        return manager.refusals.reason(address)
+        return manager.refusals.get(address, "")
     info = manager.prefill_info_table[address]
     assert 0 <= ROOM % info.dp_size < info.dp_size  # as DecodePreallocQueue resolves the rank
     assert type(info.follow_bootstrap_room) is bool

@@ -317,6 +317,16 @@ class ServerSite:
         for server in self.servers:
             server.seen.clear()
 
+    async def abandoned(self) -> None:
+        """A client leaves once every server has its request. Each of them sees that, and the router awaits none."""
+        for each in self.servers:
+            each.gate.clear()
+        task = asyncio.create_task(self.post())
+        await until(lambda: all(each.seen for each in self.servers))
+        task.cancel()
+        await until(lambda: all(each.seen[0].left for each in self.servers))
+        await until(lambda: not any(each.unfinished for each in self.backend.pool.all))
+
     def server(self, fake: FakeVllm):
         """What the router knows of it."""
         return next(each for each in self.backend.pool.all if each.url == fake.url)

@@ -266,13 +266,7 @@ async def test_a_client_that_leaves_is_no_error_of_ours() -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     async with server_site() as it:
         await it.meet()
-        for each in it.servers:
-            each.gate.clear()
-        task = asyncio.create_task(it.post())
-        await until(lambda: all(each.seen for each in it.servers))
-        task.cancel()
-        await until(lambda: all(each.seen[0].left for each in it.servers))
-        await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
+        await it.abandoned()
     assert not errors
 
 

@@ -154,13 +154,7 @@ async def test_a_client_that_leaves_has_both_servers_notified_by_the_name_that_t
 
 async def test_a_client_that_leaves_cancels_both() -> None:
     async with server_site(of=FakeSglang) as it:
-        for each in it.servers:
-            each.gate.clear()
-        task = asyncio.create_task(it.post())
-        await until(lambda: all(each.seen for each in it.servers))
-        task.cancel()
-        await until(lambda: all(each.seen[0].left for each in it.servers))
-        await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
+        await it.abandoned()
 
 
 async def test_other_paths_are_404_and_the_answer_names_sglangs() -> None:

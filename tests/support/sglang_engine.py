@@ -143,7 +143,7 @@ class SglangServer:
         with log.open("wb") as kept:
             self.process = subprocess.Popen(
                 [PYTHON, "-m", "sglang.launch_server", *flags], cwd=REPO, env=os.environ | ENVIRONMENT | own,
-                stdin=subprocess.DEVNULL, stdout=kept, stderr=kept, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=kept, stderr=kept, process_group=0,
             )  # fmt: skip
         self._threads = ThreadPoolExecutor(64)
 

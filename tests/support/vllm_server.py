@@ -40,7 +40,7 @@ class HttpProcess:
         with log.open("wb") as kept:
             self.process = subprocess.Popen(
                 command, cwd=REPO, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=kept, stderr=kept,
-                start_new_session=True,
+                process_group=0,  # in one session: Linux may share the cores by it, and one's threads starved another's
             )  # fmt: skip
 
     def ready(self) -> Self:

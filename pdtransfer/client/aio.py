@@ -67,7 +67,7 @@ class DecodeRoomHandle(_Handle[DecodeClient]):
     release, abort = _of_room(DecodeClient.release), _of_room(DecodeClient.abort)
 
     async def ready(self) -> RoomReady:
-        """Waits for the room to land, and returns its slots per component, its aux and the bytes that crossed.
+        """Waits for the room to land, and returns its slots per component, its aux and the bytes transferred.
         Raises RoomFailedError with the root cause."""
         return await asyncio.shield(self._landed)
 

@@ -475,9 +475,9 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         exists in both memories has its rows in DRAM.
 
         With `engine_slots`, and only then, `slots` are those that the engine chose: for each component integers
-        (rows,), one a row of the room. Where the first ones are -1 these rows do not cross, as in a sliding window, nor
-        do those of the `prefix`, whose slots other requests may share, nor the last ones of a component of
-        `open_ended` whose slots are -1. RoomReady.slots are those of the rows that cross.
+        (rows,), one a row of the room. Where the first ones are -1 these rows are not sent, as in a sliding window, nor
+        those of the `prefix`, whose slots other requests may share, nor the last ones of a component of
+        `open_ended` whose slots are -1. RoomReady.slots are those of the rows that are sent.
 
         Raises LocalProtocolError for a room number that was used before, a count of tokens that is out of bounds, a
         prompt that is not `tokens` u32 ids, and slots that are missing, repeated or outside the arena. Slots of a room

@@ -31,7 +31,7 @@ def block_tokens_of(components: Sequence[Component], least: int) -> int:
 
 
 def prefix_rows(component: Component, prefix: int) -> int:
-    """Rows that decode already has: whole rows of components that every token owns; the others cross again."""
+    """Rows that decode already has: whole rows of components that every token owns; the others are sent again."""
     return prefix // component.tokens_per_row if component.span.kind == "all" else 0
 
 

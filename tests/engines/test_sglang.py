@@ -248,7 +248,7 @@ def test_a_prefill_server_with_pipeline_stages_hands_over(
 
 
 @pytest.mark.skipif(DEVICE != "cpu" or not is_since("0.5.23"), reason="the stand-in is for 0.5.23's convolutions")
-def test_states_cross_between_servers_of_unequal_ranks(
+def test_states_are_sent_between_servers_of_unequal_ranks(
     sglang_checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of short convolutions, whose channels two ranks share out; in both directions."""
@@ -288,7 +288,7 @@ def test_a_decode_server_with_pipeline_stages_receives(
         assert SglangPair(pair.prefill, decode).generate(asked, tokens=TOKENS) == expected
 
 
-def test_what_decode_has_kept_does_not_cross_again(llama: Family) -> None:
+def test_what_decode_has_kept_is_not_sent_again(llama: Family) -> None:
     """By the bytes that prefill has sent: SGLang counts a token as cached wherever its KV has come from."""
     pair, single = llama
     shared, one, two = prompts(512, 60, 100, seed=7)
@@ -306,7 +306,7 @@ def test_what_decode_has_kept_does_not_cross_again(llama: Family) -> None:
     assert hits[0] < 16 <= 512 <= hits[1] < 512 + 100
     first, second = (after - before for before, after in pairwise(megabytes))
     not_cached = [len(prompt) - hit for prompt, hit in zip(asked, hits, strict=True)]
-    of_pages = 16 / not_cached[0]  # a page crosses whole
+    of_pages = 16 / not_cached[0]  # a page is sent whole
     assert second / first == pytest.approx(not_cached[1] / not_cached[0], abs=of_pages)
     pair.settles()
 

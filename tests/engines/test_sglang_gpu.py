@@ -355,7 +355,7 @@ def test_an_adapter_by_its_name_continues(sglang_checkpoints: Checkpoints, tmp_p
         pair.settles()
 
 
-def test_states_cross_with_the_kv(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_states_are_sent_with_the_kv(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Of gated delta nets, between layers of experts."""
     asked = prompts(5, 300, 1_500)
     with ExitStack() as stack:
@@ -367,7 +367,7 @@ def test_states_cross_with_the_kv(sglang_checkpoints: Checkpoints, tmp_path: Pat
         pair.settles()
 
 
-def test_kv_crosses_over_mooncake(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_kv_is_sent_over_mooncake(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
     """With checksums, which a server computes of what landed."""
     command, environment = [PYTHON, "-c", "import mooncake.engine"], os.environ | ENVIRONMENT
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,5 +1,5 @@
 """Speculation in SGLang's servers, with stand-ins for the kernels that its build for CPUs has compiled: the drafter's
-KV crosses with the model's own, and decode drafts as one server does."""
+KV is sent with the model's own, and decode drafts as one server does."""
 
 from __future__ import annotations
 

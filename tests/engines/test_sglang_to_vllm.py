@@ -54,18 +54,18 @@ def test_vllm_decodes_what_sglang_prefilled(bridge: Pair) -> None:
         made.settles()
 
 
-def test_prompts_that_either_engine_has_cached_cross_in_part(bridge: Pair) -> None:
+def test_prompts_that_either_engine_has_cached_are_sent_in_part(bridge: Pair) -> None:
     """SGLang's own radix cache, and blocks of vLLM's, which end elsewhere."""
     made, single = bridge
     shared, *tails = prompts(300, 40, 41, 200, seed=7)
-    crossed: list[float] = []
+    sent: list[float] = []
     for tail in tails:
         before = made.decode.metrics("vllm:pdtransfer_bytes_total").get(BYTES, 0)
         received, _ = made.generate([shared + tail], tokens=TOKENS)
         assert [each.tokens for each in received] == single.generate([shared + tail], tokens=TOKENS)
-        crossed.append(made.decode.metrics("vllm:pdtransfer_bytes_total")[BYTES] - before)
+        sent.append(made.decode.metrics("vllm:pdtransfer_bytes_total")[BYTES] - before)
     whole = 4 * 2 * 2 * 64 * 4  # bytes of a token
-    assert crossed == [340 * whole, (341 - 256) * whole, (500 - 256) * whole]
+    assert sent == [340 * whole, (341 - 256) * whole, (500 - 256) * whole]
     made.settles()
 
 

@@ -328,7 +328,7 @@ def test_decode_may_have_several_stages(
         assert pair.serial(prompt, tokens=TOKENS).tokens == single.generate([prompt], tokens=TOKENS)[0]
 
 
-def test_prompts_that_either_engine_has_cached_cross_in_part(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_prompts_that_either_engine_has_cached_are_sent_in_part(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with family(checkpoints, tmp_path, "llama", "float32", enable_prefix_caching=True) as (pair, single):
         shared, one, two, other = prompts(512, 60, 100, 200, seed=5)
         for tail in (one, two):
@@ -576,8 +576,8 @@ def test_it_is_one_of_several_connectors(checkpoints: Checkpoints, tmp_path: Pat
             assert [each.tokens for each in made] == expected
             pair.settles()  # prefill keeps nothing for a room that was declined
             from_files = in_files if again and order == "ours second" else [0] * len(LENGTHS)
-            crossed = sum(-(-length // 128) for length, count in zip(LENGTHS, from_files, strict=True) if count == 0)
-            assert received_bytes(decode) - before == crossed * BLOCK_BYTES
+            sent = sum(-(-length // 128) for length, count in zip(LENGTHS, from_files, strict=True) if count == 0)
+            assert received_bytes(decode) - before == sent * BLOCK_BYTES
         before = received_tokens(decode)
         assert decode.generate(asked, tokens=TOKENS) == expected
         assert received_tokens(decode) - before == sum(in_files) * 128
@@ -596,7 +596,7 @@ def why_not_by(transport: str) -> str:
 
 
 @pytest.mark.parametrize("transport", ["mooncake", "nixl"])
-def test_kv_crosses_by_a_transport_between_hosts(
+def test_kv_is_sent_by_a_transport_between_hosts(
     transport: str, checkpoints: Checkpoints, tmp_path: Path, llama: Family
 ) -> None:
     """By TCP of this host, where the setting names it on both sides."""
@@ -717,7 +717,7 @@ def test_engines_that_do_not_fit_are_refused_with_both_values(
             return stack.enter_context(VllmEngine(path, tmp_path / f"{name}.log", dtype=dtype, **options))
 
         other_name = start("name", "bfloat16", served_model_name="another")
-        other_size = start("size", "float32", block_size=96)  # no power of two: its tokens cannot cross
+        other_size = start("size", "float32", block_size=96)  # no power of two: its tokens cannot be sent
         drafts = {"method": "draft_model", "model": str(checkpoints.path("llama")), "num_speculative_tokens": 1}
         drafts_alone = start("drafts", "float32", speculative_config=drafts)
         prompt, fine = prompts(200, 150, seed=18)

@@ -165,8 +165,8 @@ def test_dense_models_continue(checkpoints: Checkpoints, tmp_path: Path) -> None
         for tail in (short, long):
             before = received_bytes(pair.decode)
             continue_as_one(single, [shared + tail], [pair.serial(shared + tail, tokens=TOKENS)])
-            crossed = received_bytes(pair.decode) - before
-            assert crossed < 256 * 16_384 if tail is long else crossed >= 1_024 * 16_384
+            sent = received_bytes(pair.decode) - before
+            assert sent < 256 * 16_384 if tail is long else sent >= 1_024 * 16_384
         pair.settles()
         stays_on_the_gpu(pair.decode)
 
@@ -296,7 +296,7 @@ def offloading(
 
 
 @pytest.mark.parametrize("order", ["ours first", "ours second"])
-def test_what_a_tier_in_host_memory_has_does_not_cross_again(
+def test_what_a_tier_in_host_memory_has_is_not_sent_again(
     tier: str, offloading: dict[str, VllmEngine], order: str
 ) -> None:
     """With such a connector in MultiConnector: the first of both that has a prompt loads it. LMCache keeps what its
@@ -305,15 +305,15 @@ def test_what_a_tier_in_host_memory_has_does_not_cross_again(
     pair = VllmPair(offloading["prefill"], decode)
     pair.ready()
     asked = prompts(100, 300, 1_500, 3_000, seed=len(order))
-    crossed: list[float] = []
+    sent: list[float] = []
     for times in range(2):
         before = received_bytes(decode)
         answers = handed_over(pair, asked, order="serial")
         pair.settles()
-        crossed.append(received_bytes(decode) - before)
+        sent.append(received_bytes(decode) - before)
         assert [answer.finish_reason for answer in answers] == ["length"] * len(asked)
         others = [ties(pair.prefill, prompt, answer.tokens) for prompt, answer in zip(asked, answers, strict=True)]
-        print(f"{order}, time {times + 1}: {crossed[-1]:,.0f} bytes crossed, {others} tokens are others as likely")
+        print(f"{order}, time {times + 1}: {sent[-1]:,.0f} bytes were sent, {others} tokens are others as likely")
         assert None not in others
         settles(decode.forgets, True)
         # Without a peer only the tier has it.
@@ -328,15 +328,15 @@ def test_what_a_tier_in_host_memory_has_does_not_cross_again(
         assert None not in [ties(pair.prefill, prompt, tokens) for prompt, tokens in zip(asked, loaded, strict=True)]
         pair.settles()
         settles(decode.forgets, True)
-    assert crossed[0] > 0
-    assert crossed[1] == (crossed[0] if order == "ours first" else 0)
+    assert sent[0] > 0
+    assert sent[1] == (sent[0] if order == "ours first" else 0)
     stays_on_the_gpu(decode)
 
 
 # Over Mooncake
 
 
-def test_kv_crosses_over_mooncake(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_kv_is_sent_over_mooncake(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """By its engines, with a small staging buffer where they do not reach the GPU's memory, and checksums."""
     if error := why_not_imported("mooncake.engine"):
         pytest.skip(f"no Mooncake there: {error}")
@@ -353,7 +353,7 @@ def test_kv_crosses_over_mooncake(checkpoints: Checkpoints, tmp_path: Path) -> N
         pair.settles()
         received = received_bytes(decode)
         copied = sum_of(decode, "vllm:pdtransfer_copied_up_bytes_total")
-        print(f"{received:,.0f} bytes crossed, {copied:,.0f} were copied up")
+        print(f"{received:,.0f} bytes were sent, {copied:,.0f} were copied up")
         assert received >= 2 * 9_000 * 16_384
         assert copied >= received, "what is verified lands in host memory first"
         assert "over mooncake" in decode.log.read_text()
@@ -418,7 +418,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle", "ngram"])
 def test_speculation_on_both_sides_continues(checkpoints: Checkpoints, tmp_path: Path, kind: str) -> None:
-    """A drafter's KV crosses as well. It has the model's own layers, and drafts what the model takes."""
+    """A drafter's KV is sent as well. It has the model's own layers, and drafts what the model takes."""
     family = "llama_drafted" if kind == "eagle" else "llama"
     drafts: dict[str, Any] = {"method": kind, "num_speculative_tokens": 3}
     if kind == "eagle":
@@ -534,7 +534,7 @@ def test_blocks_of_all_layers_continue(checkpoints: Checkpoints, tmp_path: Path,
 
 
 @pytest.mark.parametrize("family", ["granite_hybrid", "jamba"])
-def test_states_cross_with_the_kv(checkpoints: Checkpoints, tmp_path: Path, family: str) -> None:
+def test_states_are_sent_with_the_kv(checkpoints: Checkpoints, tmp_path: Path, family: str) -> None:
     """Those of Mamba 2 and of Mamba."""
     if why_not_imported(NEWER):
         pytest.skip("this version of vLLM lacks what states need")

@@ -1,4 +1,4 @@
-"""Beside LMCache in vLLM's MultiConnector: what its server has does not cross again where ours is the second."""
+"""Beside LMCache in vLLM's MultiConnector: what its server has is not sent again where ours is the second."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def pair(
 
 
 @pytest.mark.parametrize("order", ["ours first", "ours second"])
-def test_what_lmcache_has_does_not_cross_again(pair: VllmPair, order: str) -> None:
+def test_what_lmcache_has_is_not_sent_again(pair: VllmPair, order: str) -> None:
     """The first of both that has a prompt loads it. LMCache keeps what decode has computed, in whole chunks, and
     nothing that came from a peer."""
     decode = pair.decode
@@ -80,8 +80,8 @@ def test_what_lmcache_has_does_not_cross_again(pair: VllmPair, order: str) -> No
         answers = handed_over(pair, asked, order="serial")
         assert [answer.tokens for answer in answers] == expected
         pair.settles()  # prefill keeps nothing for a room that was declined
-        crosses = order == "ours first" or not is_kept
-        assert received_bytes(decode) - before == (whole if crosses else 0)
+        is_sent = order == "ours first" or not is_kept
+        assert received_bytes(decode) - before == (whole if is_sent else 0)
         # Without a peer: what LMCache has not, decode computes, and LMCache keeps it.
         before = received_tokens(decode)
         assert decode.generate(asked, tokens=TOKENS) == expected

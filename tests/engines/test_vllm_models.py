@@ -51,7 +51,7 @@ def pair_of(
         pytest.param("nemotron_h", "float32", (2, *LENGTHS), marks=pytest.mark.full),
     ],
 )
-def test_states_cross_with_the_kv(
+def test_states_are_sent_with_the_kv(
     name: str, dtype: str, lengths: tuple[int, ...], checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     """Mamba 2, short convolutions and gated delta nets; and Mamba 2 beside attention with a window. Decode computes a
@@ -151,8 +151,8 @@ def test_ranks_that_share_out_experts_hand_over_in_both_directions(checkpoints: 
 
 @pytest.mark.full
 def test_chunks_of_256_tokens_continue_at_each_offset_of_a_chunk(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Chunked local attention. Of the layers that see a chunk, only the blocks cross that the prompt's last token sees.
-    Where it ends a chunk vLLM frees these as the request ends, and has others prefilled into them."""
+    """Chunked local attention. Of the layers that see a chunk, only the blocks that the prompt's last token sees
+    are sent. Where it ends a chunk vLLM frees these as the request ends, and has others prefilled into them."""
     with pair_of(checkpoints, tmp_path, "llama4") as pair:
         asked = prompts(100, 255, 256, 257, 300, 385, 512, 700, seed=36)
         expected = pair.prefill.generate(asked, tokens=TOKENS)
@@ -185,7 +185,7 @@ def test_decode_alone_drafts_from_the_prompt(checkpoints: Checkpoints, tmp_path:
         assert received_tokens(pair.decode) >= sum(map(len, asked)) - len(asked)
 
 
-def test_a_draft_models_kv_crosses_as_well(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_draft_models_kv_is_sent_as_well(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """The draft model is the model itself, so that it drafts what the model takes, if it has the KV of the prompt."""
     drafts = {"method": "draft_model", "model": str(checkpoints.path("llama")), "num_speculative_tokens": 3}
     with pair_of(checkpoints, tmp_path, "llama", speculative_config=drafts) as pair:
@@ -210,11 +210,11 @@ def test_a_draft_models_kv_crosses_as_well(checkpoints: Checkpoints, tmp_path: P
         ("qwen3_next_drafted", "mtp", False),
     ],
 )
-def test_the_kv_of_eagle_and_mtp_crosses_as_well(
+def test_the_kv_of_eagle_and_mtp_is_sent_as_well(
     name: str, method: str, caches: bool, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     """The drafter has the model's own layers, and drafts what the model takes, if it has the KV of the prompt. Of the
-    third model states cross as well, with room for more drafts than decode makes."""
+    third model states are sent as well, with room for more drafts than decode makes."""
     dtype = "bfloat16" if name == "qwen3_next_drafted" else "float32"
     drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if method == "eagle":

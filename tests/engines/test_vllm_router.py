@@ -86,7 +86,7 @@ def front(site: Site) -> Iterator[HttpProcess]:
         yield started.ready()
 
 
-def test_an_answer_reports_the_bytes_that_crossed(site: Site, front: HttpProcess) -> None:
+def test_an_answer_reports_the_bytes_that_were_sent(site: Site, front: HttpProcess) -> None:
     """It is also the first one, from which the router learns who prefill is."""
     body = site.salted(COMPLETION)
     answer = front.post(COMPLETIONS, body)

@@ -7,8 +7,8 @@ sliding window; or SGLang's own items, one for a page or one for a request. Line
 
 DeepSeek V4's KV cache is compressed: a layer keeps a row for 4 tokens, with an index of such rows, or a row for 128,
 and beside either the tokens that wait for their row. SGLang lists its buffers by these kinds. A page of them holds
-values apart from scales, and is padded. So an item is a whole page, and the last one crosses whole, however few of its
-tokens the request has.
+values apart from scales, and is padded. So an item is a whole page. The last one is transferred whole, however few of
+its tokens the request has.
 
 MiniMax's sparse attention has an index of keys, and SGLang hands over the layers without one, with both their K and V,
 as a second state. In NVFP4 a page of any of these buffers holds values apart from scales, and is an item as well.

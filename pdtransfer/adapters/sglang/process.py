@@ -1,4 +1,4 @@
-"""What SGLang makes in different places of one process, and both the hooks and the manager need."""
+"""What the hooks and the manager of one process share."""
 
 from __future__ import annotations
 

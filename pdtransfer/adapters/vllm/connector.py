@@ -117,8 +117,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._pooled.__exit__(None, None, None)
             self._pooled = None
         if dialect.prefill_context_rank(self._vllm_config) == 0:
-            crossing = {name for _, names in self._groups for name in names}
-            self._start(with_heads({name: cache for name, cache in kv_caches.items() if name in crossing}))
+            transferred = {name for _, names in self._groups for name in names}
+            self._start(with_heads({name: cache for name, cache in kv_caches.items() if name in transferred}))
             return
         self._worker = WorkerSide(
             pools=Pools((), {}, (), {}), prefill=None, decode=None, time_left_s=self._settings.time_left_s

@@ -60,10 +60,10 @@ def parts_of(
     else:
         sizes = [(f"{name}{token}", count * item_bytes[0]) for token in range(tokens) for name, count in sections]
     room = drafts * len(sections) if kind in _ROOM_FOR_DRAFTS and not channels_first else 0
-    crossing = len(sizes) - room
+    used = len(sizes) - room
     sizes += [(f"state{i}", prod(shapes[i]) * item_bytes[i]) for i in range(1, len(shapes))]
     return [
-        StatePart(name, shares, byte_count // shares, crosses=not crossing <= index < crossing + room)
+        StatePart(name, shares, byte_count // shares, transferred=not used <= index < used + room)
         for index, (name, byte_count) in enumerate(sizes)
     ]
 

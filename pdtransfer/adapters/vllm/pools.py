@@ -1,8 +1,8 @@
 """vLLM's KV cache as components, whose rows are whole blocks: a plane for each layer, which splits at its heads.
 
-vLLM shows each layer as [blocks, heads, tokens, width]. The attention backend decides how a block holds its tokens, so
-blocks cross as they are, and both engines need the same block size and backend. Heads lie apart, so that engines of
-other tensor-parallel sizes take their own.
+vLLM shows each layer as [blocks, heads, tokens, width]. The attention backend decides how a block holds its tokens. So
+blocks are transferred as they are, and both engines need the same block size and backend. Heads lie apart, so that
+engines of other tensor-parallel sizes take their own.
 
 Where it is known how blocks hold their tokens, rows may be tokens: then block sizes, backends and engines may differ.
 A cache may be described by both. Its tokens then stand in for its blocks, with peers whose blocks are others.
@@ -102,8 +102,7 @@ class Pools:
         return tuple(sizes)
 
     def or_tokens(self, tokens: Pools, fact: str) -> Pools:
-        """The same blocks, which cross to peers with this `fact` of their blocks, and `tokens` of the same cache, which
-        cross to others."""
+        """The same blocks, for peers with this `fact` of their blocks, and `tokens` of the same cache, for others."""
         named = [
             replace(rows, component=msgspec.structs.replace(rows.component, name=f"{rows.component.name}-{fact}"))
             for rows in self.rows

@@ -171,7 +171,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: VLLMRequest) -> None:
         """A request has come: its parameters are checked. A wrong one of decode fails its load, and no other."""
-        name, tokens = request.request_id, self._crossing_tokens(request)
+        name, tokens = request.request_id, self._transferred_tokens(request)
         try:
             wanted = parse(request.kv_transfer_params, self._reachable, name)
             self._check_role(wanted)
@@ -328,10 +328,10 @@ class SchedulerSide:
     def _label(self, send: _Send) -> str:
         return send.transfer_id or own_label(self._engine_id, send.request_id)
 
-    def _crossing_tokens(self, request: VLLMRequest) -> int:
+    def _transferred_tokens(self, request: VLLMRequest) -> int:
         """Tokens of a request's room: the prompt's. With states, all but the last one: decode computes that one from
-        the state before it. No state crosses of a prompt that decode computes whole, nor of the shortest ones: some of
-        vLLM's kernels compute a prompt of one token, as prefill would, from whatever state is in its block."""
+        the state before it. No state is transferred of a prompt that decode computes whole, nor of the shortest ones:
+        some of vLLM's kernels compute a prompt of one token, as prefill would, from whatever state is in its block."""
         tokens = request.num_prompt_tokens
         return tokens - 1 if self._has_states and tokens > 2 and not request.skip_reading_prefix_cache else tokens
 
@@ -340,7 +340,7 @@ class SchedulerSide:
         have allocated that block yet, and it has a row of the room."""
         tokens = request.num_prompt_tokens
         if self._has_states:
-            return crossing if (crossing := self._crossing_tokens(request)) < tokens else 0
+            return count if (count := self._transferred_tokens(request)) < tokens else 0
         return tokens if any((tokens - 1) % group.kind.page_size == 0 for group in self._groups) else tokens - 1
 
     def _check_role(self, wanted: Wanted | None) -> None:

@@ -16,8 +16,8 @@ from ..kit.settings import Settings
 class ConnectorSettings(Settings):
     """Settings of kv_connector_extra_config beyond those of all adapters."""
 
-    # What crosses: vLLM's blocks as they are, or the tokens in them. With "auto" tokens cross between engines whose
-    # blocks differ, and blocks between others.
+    # What is transferred: vLLM's blocks as they are, or the tokens in them. With "auto" engines with equal blocks
+    # exchange blocks, and others exchange tokens.
     rows: Literal["auto", "blocks", "tokens"] = "auto"
     # The largest --decode-context-parallel-size among this engine and its peers; 0: this engine's own.
     dcp_size: int = 0

@@ -162,7 +162,7 @@ class RoomRecord:
 
     id: int
     tokens: int
-    prefix: int  # tokens that do not cross; with keys, known once the cache was searched
+    prefix: int  # tokens that are not sent; with keys, known once the cache was searched
     demand: Demand
     sources: tuple[str, ...]
     deadline: float

@@ -27,8 +27,8 @@ class RoomRequest:
     it fills are shared from its release on.
 
     `room` is the label under which those ranks open it. The engine has the first `prefix` tokens elsewhere. Or `keys`,
-    as `PrefixCache.keys` makes them, name the prompt's blocks: those in the arena when the room is admitted do not
-    cross, and the others are shared from READY on. Or `chosen`, one a component, are rows in slots that the engine
+    as `PrefixCache.keys` makes them, name the prompt's blocks: those in the arena when the room is admitted are not
+    sent, and the others are shared from READY on. Or `chosen`, one a component, are rows in slots that the engine
     chose. With `whole_group` the sources are leaders, and the room is written by all ranks of the groups that they
     name.
     """
@@ -109,10 +109,10 @@ def chosen_rows(
 ) -> tuple[ComponentRows, ...]:
     """The slots that an engine chose, checked: for each component integers (rows,), one a row of the room.
 
-    The first rows of a component do not cross where their slots are -1, and those of the `prefix`, whatever their
-    slots; of the components named in `open_ended` the last ones do not either. Raises LocalProtocolError that names the
-    component for a missing one, an unknown one, a wrong number of slots, and slots that are repeated or outside the
-    pool, as any other -1 is.
+    The first rows of a component are not sent where their slots are -1, nor those of the `prefix`, whatever their
+    slots; nor the last ones of the components named in `open_ended` whose slots are -1. Raises LocalProtocolError that
+    names the component for a missing one, an unknown one, a wrong number of slots, and slots that are repeated or
+    outside the pool, as any other -1 is.
     """
     used = leased(components, enable_hisparse=enable_hisparse)
     names = {component.name for component in components}

@@ -1,6 +1,6 @@
 """The staging buffer: slots in host memory for rows of HBM components whose writer does not reach the GPU.
 
-A room that is larger than its share crosses in pieces, one after the other. A piece is granted once the engine of each
+A room that is larger than its share is sent in pieces, one after the other. A piece is granted once the engine of each
 source has rows for it, so its slots are held while rows are on their way and no longer. What waits for slots waits in
 one line, and needs nothing else of this node: so the line moves on, whatever each room's size.
 """

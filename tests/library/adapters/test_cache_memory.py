@@ -270,7 +270,7 @@ def test_host_memory_lies_in_one_arena_with_where_rows_land() -> None:
 
 
 def test_a_host_tensor_that_an_engine_allocates_with_its_cache_lies_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, as a stand-in for a GPU: the first layer of the cache begins behind a part that does not cross."""
+    """On the CPU, as a stand-in for a GPU: the first layer of the cache begins behind a part that is not sent."""
     memory, device = CacheMemory([SIZE]), torch.device("cpu")
     backed, prefault = list[int](), ArenaMemory.prefault
     monkeypatch.setattr(ArenaMemory, "prefault", lambda arena: backed.append(arena.needed) or prefault(arena))

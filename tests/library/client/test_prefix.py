@@ -1,4 +1,4 @@
-"""Prompts shared through the clients, over shared memory: what crosses, to the byte, and what may not."""
+"""Prompts shared through the clients, over shared memory: what is sent, to the byte, and what may not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek V4's compressed KV cache: what SGLang lists of it becomes components, and crosses by whole pages."""
+"""DeepSeek V4's compressed KV cache: what SGLang lists of it becomes components, and is sent by whole pages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_any_prefill_ranks_share_what_a_decode_rank_has(sizes: tuple[int, int]) 
         (STATES, {"state_types": ["c128_state", "c128_state"]}, "state c128_state: is not supported"),
     ],
 )  # fmt: skip
-def test_what_cannot_cross_is_refused_with_the_reason(
+def test_what_is_not_supported_is_refused_with_the_reason(
     states: tuple[str, ...], changed: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
@@ -97,7 +97,7 @@ def landed(sources: list[Rank], targets: list[Rank], name: str, source: list[int
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("waiting", [True, False])
-def test_pages_and_states_cross_by_their_own_indices(sizes: tuple[int, int], *, waiting: bool) -> None:
+def test_pages_and_states_are_sent_by_their_own_indices(sizes: tuple[int, int], *, waiting: bool) -> None:
     """A request of three pages, two of them behind decode's prefix, in chunks; where its length is a multiple of 128 no
     token waits for its row, and SGLang names no state of the request."""
     with world(prefill_tp=sizes[0], decode_tp=sizes[1], states=STATES, latent=True, pool_type=CompressedPool) as made:

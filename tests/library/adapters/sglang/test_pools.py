@@ -152,7 +152,7 @@ def test_windows_may_have_other_heads() -> None:
         ((), {"kv_data_lens": [4_096] * 6, "kv_item_lens": [128] * 5 + [256]}, "its buffers hold 64, 128 rows"),
     ],
 )  # fmt: skip
-def test_what_cannot_cross_is_refused_with_the_reason(
+def test_what_is_not_supported_is_refused_with_the_reason(
     states: tuple[str, ...], changed: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):

@@ -56,7 +56,7 @@ def test_states_without_layer_numbers_are_refused_with_pipeline_stages(
     ],
     ids=["DeepSeek V4", "MiniMax"],
 )
-def test_caches_that_cannot_cross_with_hisparse_are_refused(
+def test_caches_that_are_not_supported_with_hisparse_are_refused(
     of_cache: dict[str, Any], text: str, mode: DisaggregationMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=f"^enable_hisparse: {text}$"):

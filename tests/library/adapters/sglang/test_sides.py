@@ -89,7 +89,7 @@ def test_page_sizes_differ(prefill_page: int, decode_page: int, tokens: int) -> 
 
 
 @pytest.mark.parametrize("pages", [(4, 4), (8, 4), (4, 8), (16, 4)])
-def test_what_decode_has_does_not_cross(pages: tuple[int, int]) -> None:
+def test_what_decode_has_is_not_sent(pages: tuple[int, int]) -> None:
     """Decode's radix cache has the first 8 tokens, which may be no whole page of prefill."""
     with world(prefill_page=pages[0], decode_page=pages[1]) as made:
         tokens, count = 20, -(-20 // pages[0])
@@ -137,7 +137,7 @@ def test_ranks_of_dp_attention_are_engines_of_their_own() -> None:
         assert made.decode[0].aux == {3: AUX, 4: AUX[::-1]}
 
 
-def test_states_cross_by_their_own_indices() -> None:
+def test_states_are_sent_by_their_own_indices() -> None:
     """A window's last two pages, the index of each page behind decode's prefix, and the state of the request."""
     with world(states=("swa", "dsa", "mamba")) as made:
         sent, got = ([np.array(each) for each in found] for found in (([6, 1], [5, 2], [4]), ([3, 0], [1, 8], [2])))
@@ -153,7 +153,7 @@ def test_states_cross_by_their_own_indices() -> None:
         assert not theirs["mamba"][:, [0, 1, 3, 4, 5]].any()
 
 
-def test_nothing_of_a_prefix_crosses_where_sglang_names_its_pages() -> None:
+def test_nothing_of_a_prefix_is_sent_where_sglang_names_its_pages() -> None:
     """Of MiniMax's layers without an index it names all pages of the request; decode has those of the prefix."""
     with world(prefill_tp=2, decode_tp=2, states=("minimax_index_k", "minimax_dense_kv")) as made:
         made.prefill[1].pool.arrays["minimax_index_k"][:] = made.prefill[0].pool.arrays["minimax_index_k"]

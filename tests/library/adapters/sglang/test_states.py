@@ -1,4 +1,4 @@
-"""States of linear attention and of convolutions cross between engines of other tensor parallel sizes."""
+"""States of linear attention and of convolutions, between engines of other tensor parallel sizes."""
 
 from __future__ import annotations
 

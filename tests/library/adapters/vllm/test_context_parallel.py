@@ -105,7 +105,7 @@ class Engine:
             self.failed |= results.failed
 
     def wrong(self, prompt: int, tokens: int, prefix: int, table: Sequence[int]) -> list[tuple[int, int]]:
-        """The (rank, token) whose bytes are not there, or are there although they were not to cross."""
+        """The (rank, token) whose bytes are not there, or are there although they were not to be sent."""
         wrong: list[tuple[int, int]] = []
         for rank, cache in enumerate(self.caches):
             for token in range(tokens):
@@ -328,7 +328,7 @@ def sizes(dcp: int = 1, pcp: int = 1, interleave: int = 1) -> Any:
     )
 
 
-def test_sizes_that_cross() -> None:
+def test_sizes_that_are_supported() -> None:
     def found(parallel: Any, largest: int, *, receives: bool = False) -> tuple[int, int]:
         return dcp_sizes_of(parallel, largest, receives=receives)
 
@@ -348,7 +348,7 @@ def test_sizes_that_cross() -> None:
         (sizes(2, 2), 0, {}, "--prefill-context-parallel-size 2: is not supported with a --decode-context-parallel"),
     ],
 )
-def test_sizes_that_do_not_cross_end_the_start_by_name(
+def test_sizes_that_are_not_supported_end_the_start_by_name(
     parallel: Any, largest: int, more: dict[str, bool], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):

@@ -27,7 +27,7 @@ HEAD = model(1, 4, 64, hidden_size=256)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp", "one of a later version"])
-def test_the_layers_of_a_drafter_cross_with_the_models(method: str) -> None:
+def test_the_layers_of_a_drafter_are_sent_with_the_models(method: str) -> None:
     assert layers_with_kv(engine(method, HEAD)) == [KVLayers(32, 8, 128), KVLayers(1, 4, 64)]
     assert speculation(engine(method, HEAD))["speculation"].startswith(f"{method} ")
 

@@ -185,7 +185,7 @@ def test_nothing_lands_in_host_blocks_that_vllm_has_of_the_prompt() -> None:
     assert slots_of(index, found_tables[1], tokens, TOKENS) == (-1, 11, 4, 6)
 
 
-def test_rows_that_vllm_has_in_the_host_pool_alone_do_not_cross(site: Site) -> None:
+def test_rows_that_vllm_has_in_the_host_pool_alone_are_not_sent(site: Site) -> None:
     """The first block of the latents is there, and of the index none."""
     before = site.target[0].clone()
     site.hand_over(lambda: None, latents_at=(-1, *LATENTS_AT[1:]))
@@ -224,7 +224,7 @@ def test_the_tensor_of_the_pool_has_whole_pages_and_room_to_begin_at_one() -> No
         (config(count=3), False, "HiSparse with other KV cache groups is not supported"),
     ],
 )
-def test_pools_that_cannot_cross_are_refused_by_name(given: SimpleNamespace, sends: bool, text: str) -> None:
+def test_pools_that_are_not_supported_are_refused_by_name(given: SimpleNamespace, sends: bool, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         host_pool_of(given, sends=sends)
 

@@ -167,7 +167,7 @@ def test_two_caches_of_one_layer_are_complete_with_the_second() -> None:
         (torch.zeros(8, 1, 16, 64)[..., ::2], "a: views[0, 'kv'].strides"),
     ],
 )
-def test_a_cache_that_cannot_cross_is_named(tensor: torch.Tensor, text: str) -> None:
+def test_a_cache_that_is_not_supported_is_named(tensor: torch.Tensor, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         made_of({"a": tensor})
     assert text in str(caught.value)
@@ -222,7 +222,7 @@ def test_ranks_of_unequal_groups_share_the_heads_and_channels_of_a_state(
 
 
 @pytest.mark.parametrize("kind", ["SHORT_CONV", "MAMBA2", "GDN_ATTN"])
-def test_room_for_drafts_in_a_state_does_not_cross(kind: str) -> None:
+def test_room_for_drafts_in_a_state_is_not_sent(kind: str) -> None:
     """So engines that draft unequal numbers of tokens have equal states, but where the channels lie apart."""
     (channels, tokens), *others = STATES[kind](1)
 

@@ -80,7 +80,7 @@ def groups(*specs: str) -> Any:
         ({}, "CrossAttentionSpec", "ChunkedLocalAttentionSpec"),
     ],
 )
-def test_caches_that_cannot_cross_are_refused_with_those_that_can(
+def test_caches_that_are_not_supported_are_refused_with_those_that_are(
     interface: dict[str, Any], spec: str, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Versions before 0.30 have no interface for states."""

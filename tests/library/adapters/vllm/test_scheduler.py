@@ -164,7 +164,7 @@ def test_of_a_window_only_the_blocks_that_stay_are_pushed() -> None:
     ("group", "tokens", "first"),
     [(KVGroup(0, WINDOW), 35, 0), (KVGroup(0, WINDOW), 36, 1), (KVGroup(0, CHUNKS), 64, 2)],
 )
-def test_what_the_prompts_last_token_sees_crosses(group: KVGroup, tokens: int, first: int) -> None:
+def test_what_the_prompts_last_token_sees_is_sent(group: KVGroup, tokens: int, first: int) -> None:
     """Decode computes that token anew, so its window begins one token before that of the next."""
     made = side(group)
     begun(made, tokens)

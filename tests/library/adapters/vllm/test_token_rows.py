@@ -154,7 +154,7 @@ def test_a_backend_that_nobody_knows_is_refused(backend: Any) -> None:
     assert not cache.any()
 
 
-def test_windows_do_not_cross_by_tokens() -> None:
+def test_windows_are_not_sent_by_tokens() -> None:
     layer, cache = SimpleNamespace(impl=Backend("side by side")), torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE)
     with pytest.raises(ConfigError, match=r"group0: attention windows cannot be transferred token by token"):
         pools(

@@ -1,4 +1,4 @@
-"""Workers whose blocks differ: their tokens cross, and blocks as they are between those whose blocks are alike."""
+"""Workers whose blocks differ exchange tokens; those whose blocks are alike exchange these as they are."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PROMPT = 100
 
 def described(cache: np.ndarray, base: int) -> Pools:
     """Of a cache float32 (layers, blocks, heads, tokens, keys and values), by blocks and by tokens, or by blocks alone
-    where its tokens cannot cross, as the connector has it. Engines with equal blocks have the same fact of them."""
+    where its tokens cannot be sent, as the connector has it. Engines with equal blocks have the same fact of them."""
     tokens = cache.shape[3]
     views = dict(zip(NAMES, torch.from_numpy(cache), strict=True))
     by_token = {name: view.transpose(1, 2) for name, view in views.items()}
@@ -184,7 +184,7 @@ def test_tokens_land_in_blocks_of_another_size(prefill_size: int, decode_size: i
 def test_blocks_of_all_layers_pair_with_layers_that_lie_apart(
     prefill_size: int, decode_size: int, whole_blocks: tuple[bool, bool]
 ) -> None:
-    """vLLM's layout BLHNC, on either side: blocks of equal sizes cross as they are, others by tokens."""
+    """vLLM's layout BLHNC, on either side: blocks of equal sizes are sent as they are, others by tokens."""
     with engines(decode_size, prefill_size, whole_blocks=whole_blocks) as (decode, [prefill]):
         source, blocks = prefill.blocks(5), list(range(1, 1 + -(-PROMPT // decode_size)))
         decode.receive("room", prefill, blocks)
@@ -195,7 +195,7 @@ def test_blocks_of_all_layers_pair_with_layers_that_lie_apart(
         assert np.count_nonzero(decode.cache) == (PROMPT + behind) * LAYERS * HEADS * 2 * SIZE
 
 
-def test_tokens_that_decode_has_do_not_cross() -> None:
+def test_tokens_that_decode_has_are_not_sent() -> None:
     with engines(32, 8) as (decode, [prefill]):
         source, blocks = prefill.blocks(2), [5, 3, 9, 1]
         decode.receive("room", prefill, blocks, prefix=64)
@@ -206,7 +206,7 @@ def test_tokens_that_decode_has_do_not_cross() -> None:
 
 
 def test_engines_with_equal_blocks_and_with_others_hand_over_to_one() -> None:
-    """Between the former blocks cross as they are: with what stands in the last one behind the prompt."""
+    """Between the former blocks are sent as they are: with what stands in the last one behind the prompt."""
     with engines(32, 32, 8) as (decode, prefills):
         alike, other = prefills
         sources = [prefill.blocks(3) for prefill in prefills]
@@ -261,7 +261,7 @@ def test_layers_that_one_source_sends_by_blocks_do_not_complete_those_of_another
     assert coverage.gap([session(5, tokens, (0, 1)), session(6, tokens, (1, 2))]) == ""
 
 
-def test_blocks_whose_size_is_no_power_of_two_cross_as_they_are_between_equals() -> None:
+def test_blocks_whose_size_is_no_power_of_two_are_sent_as_they_are_between_equals() -> None:
     """A page of tokens has a power of two of them, so that these blocks have no tokens that other sizes could take."""
     with engines(96, 96, 32) as (decode, [alike, other]):
         assert [component.tokens_per_row for component in described(alike.cache, 0).components] == [96]
@@ -326,7 +326,7 @@ def test_numbers_that_lie_apart_are_planes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("drafter", [[], [KVLayers(1, heads=7, size=16)]], ids=["alone", "with a drafter"])
-def test_stages_with_unequal_layers_decide_alike_whether_tokens_cross(drafter: list[KVLayers]) -> None:
+def test_stages_with_unequal_layers_decide_alike_whether_tokens_are_sent(drafter: list[KVLayers]) -> None:
     """The whole model is a component, with its drafter, or too much for one."""
     of_drafter = {"k": torch.zeros(BLOCKS, 7, 16, 8).permute(0, 3, 1, 2), "v": torch.zeros(BLOCKS, 8, 7, 16)}
     stages = [[APART] * 7, [APART] * 3 + [of_drafter] * len(drafter)]

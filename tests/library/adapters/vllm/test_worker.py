@@ -394,7 +394,7 @@ def test_an_engine_that_sends_and_receives_does_both_in_one_step(site: Site) -> 
         assert client.fileno() < 0, "it is closed"
 
 
-def test_rows_that_decode_has_do_not_cross(site: Site) -> None:
+def test_rows_that_decode_has_are_not_sent(site: Site) -> None:
     site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2], prefix=16)]))
     site.send("p", "room", 40, [7, 3, 5])
     site.until(lambda: site.received.received)

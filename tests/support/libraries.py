@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdtransfer.transports.engines import cards, process
+from pdtransfer.transports.engines import card_use, process
 from pdtransfer.transports.engines.library import Library
 from pdtransfer.transports.mooncake import MooncakeLibrary
 from pdtransfer.transports.nixl import NixlLibrary
@@ -15,7 +15,7 @@ from tests.support.waiting import PATIENCE_S
 def slow_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a module or folder that imports it, an engine may take as long to start as a busy machine needs."""
     monkeypatch.setattr(process, "_READY_SECONDS", PATIENCE_S)
-    monkeypatch.setattr(cards, "_PROBE_SECONDS", PATIENCE_S)
+    monkeypatch.setattr(card_use, "_PROBE_SECONDS", PATIENCE_S)
 
 
 LIBRARIES: tuple[Library, ...] = MooncakeLibrary(), NixlLibrary()

@@ -21,10 +21,10 @@ from ...wire import VERSION, Goodbye, Identity, Ping, Pong, Reach, Register, Reg
 from ..component_variants import StandIns, used_with
 from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, Send
 from ..identity_check import differences
-from ..landing import staging_of
 from ..liveness import Liveness, PeerProcess
 from ..peers import Peers, full
 from ..sharing import share_of, wrong_fields
+from ..staged_register import staging_of
 from ..states import SESSION, SessionEvent, SessionState
 from ..tables import step
 from ..timers import TimerKey, Timers, backoff_ms

@@ -33,10 +33,10 @@ from ...wire import (
 from ..component_variants import repeated
 from ..effects import Map, PrefillEffect, Send, Unmap
 from ..identity_check import differences
-from ..landing import landing_of
 from ..liveness import Liveness, PeerProcess
 from ..peers import Peers, full
 from ..sharing import pair_share
+from ..staged_register import landing_of
 from ..states import WRITER, WriterEvent, WriterState
 from ..tables import step
 from ..timers import TimerKey, Timers

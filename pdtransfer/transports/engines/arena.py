@@ -15,7 +15,7 @@ from ...memory.arena_memory import ArenaMemory
 from ...memory.cuda_ipc import Handle
 from ...wire import Reach
 from ..options import Network
-from .cards import CardMemory, CardUse, Span, remembered
+from .card_use import CardMemory, CardUse, Span, remembered
 from .library import Library
 from .process import EngineProcess
 from .settings import check_host, engines_left, packed_address

@@ -17,7 +17,7 @@ from ...errors import TransportError
 from ..options import Network
 from ..port_guard import GuardedPorts, PortGuard
 from . import child
-from .cards import CardMemory
+from .card_use import CardMemory
 from .library import Library
 
 _READY_SECONDS = 10.0  # an idle host takes 0.1 s; a peer that does not answer the handshake takes all of it

@@ -30,7 +30,7 @@ from ..options import WriterOptions
 from ..turns import Turns
 from ..works import Work
 from . import child
-from .cards import CardMemory, CardUse
+from .card_use import CardMemory, CardUse
 from .gather import CopyGatherer, Gather, Gatherer, LaunchGatherer, RingJob
 from .library import Library
 from .process import EngineProcess, Sending

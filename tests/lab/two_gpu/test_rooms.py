@@ -15,7 +15,7 @@ import torch
 from pdtransfer.bounds import device_index
 from pdtransfer.handoff.effects import RoomFailed, RoomReady
 from pdtransfer.memory.cuda_ipc import Handle
-from pdtransfer.transports.engines.cards import why_no_card
+from pdtransfer.transports.engines.card_use import why_no_card
 from pdtransfer.transports.mooncake import MooncakeLibrary
 from pdtransfer.transports.options import Network
 from tests.lab.two_gpu.clients import Landed, Two, holds, two

@@ -11,7 +11,7 @@ import pytest
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.effects import Offer, RoomFailed, RoomReady, Settle, StopSettling
-from pdtransfer.handoff.landing import staging_of
+from pdtransfer.handoff.staged_register import staging_of
 from pdtransfer.layout.checksum import CHECKSUM_BYTES
 from pdtransfer.layout.layout import Component, Layout, Span
 from pdtransfer.layout.staging import staged

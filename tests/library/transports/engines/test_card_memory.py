@@ -27,7 +27,7 @@ from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.engines import child
 from pdtransfer.transports.engines.arena import EngineArena
 from pdtransfer.transports.engines.card import CudaCard
-from pdtransfer.transports.engines.cards import remembered, why_no_card
+from pdtransfer.transports.engines.card_use import remembered, why_no_card
 from pdtransfer.transports.engines.settings import hbm_address, packed_address
 from pdtransfer.transports.engines.writer import EngineWriter
 from pdtransfer.transports.mooncake import MooncakeLibrary

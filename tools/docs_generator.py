@@ -1,4 +1,4 @@
-"""Generates docs/flags.md and docs/metrics.md from the code.
+"""Generates docs/flags.md and docs/metrics.md from the code, and the table of versions in a page of an adapter.
 
 `python -m tools.docs_generator` writes what is stale; with `--check` it only reports it, with status 1.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin
@@ -17,6 +17,7 @@ from cyclopts import App
 from pdtransfer_lab.bench.models import components
 from prometheus_client import CollectorRegistry
 
+from pdtransfer.adapters.kit.versions import SGLANG, SGLANG_SINCE, VLLM, VLLM_SINCE, Since, Version
 from pdtransfer.client.decode_node import DecodeNode
 from pdtransfer.client.prefill_node import PrefillNode
 from pdtransfer.client.settings import NodeSettings
@@ -36,6 +37,7 @@ from .proto_generator.schema import choices
 
 _ROOT = Path(__file__).parent.parent / "docs"
 _GENERATED = "<!-- Written by `python -m tools.docs_generator`: change the code, and run it. -->"
+_TABLE_END = "<!-- The end of what is written. -->"
 _FLAGS = f"""{_GENERATED}
 # Flags
 
@@ -164,6 +166,22 @@ def _metric(collector: Any, metric: Any) -> tuple[str, ...]:
     return f"`{name}`", metric.type, ", ".join(f"`{label}`" for label in labels), metric.documentation
 
 
+def versions_table(versions: Sequence[Version], since: Mapping[str, Since]) -> str:
+    """What users of earlier versions meet."""
+    names = [".".join(map(str, version)) for version in versions]
+    rows = [(f"{names[0]} to {names[names.index(first) - 1]}", lacks) for first, _, lacks in since.values() if lacks]
+    return _table(("not in", "refused at the start, or different"), rows)
+
+
+def _with_table(page: Path, table: str) -> str:
+    """The text of a page, with this table in the place that it has for one."""
+    before, begin, behind = page.read_text(encoding="utf-8").partition(f"{_GENERATED}\n")
+    _, end, after = behind.partition(_TABLE_END)
+    if not (begin and end):
+        raise SystemExit(f"{page}: has no place for a table, between {_GENERATED} and {_TABLE_END}")
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in lines) + "\n"
@@ -177,9 +195,15 @@ def main(arguments: Sequence[str]) -> int:
         "--root", type=Path, default=_ROOT, help="where the pages are (default: this repository's docs)"
     )
     options = parser.parse_args(arguments)
-    stale = False
-    for name, text in (("flags.md", flags_page()), ("metrics.md", metrics_page())):
-        page = options.root / name
+    stale, root = False, options.root
+    pages = {
+        "flags.md": flags_page(),
+        "metrics.md": metrics_page(),
+        "vllm.md": _with_table(root / "vllm.md", versions_table(VLLM, VLLM_SINCE)),
+        "sglang.md": _with_table(root / "sglang.md", versions_table(SGLANG, SGLANG_SINCE)),
+    }
+    for name, text in pages.items():
+        page = root / name
         if not page.exists() or page.read_text(encoding="utf-8") != text:
             stale = True
             print(f"{'stale' if options.check else 'wrote'} {page}")

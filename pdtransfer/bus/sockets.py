@@ -95,11 +95,7 @@ class Drain:
     """
 
     def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        socket: zmq.Socket[bytes],
-        take: Callable[[], int],
-        limits: BusLimits,
+        self, loop: asyncio.AbstractEventLoop, socket: zmq.Socket[bytes], take: Callable[[], int], limits: BusLimits
     ) -> None:
         self._loop, self._socket, self._take, self._limits = loop, socket, take, limits
         self._fd = int(socket.get(zmq.FD))

@@ -252,12 +252,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
 
         async def start() -> PrefillNode:
             node = PrefillNode(
-                settings,
-                components,
-                self._report,
-                writer=writer,
-                replicas=replicas,
-                condemned=condemned,
+                settings, components, self._report, writer=writer, replicas=replicas, condemned=condemned
             )
             try:
                 await node.prepare()

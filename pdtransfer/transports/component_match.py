@@ -36,10 +36,7 @@ def _paired(components: Mapping[str, Component], index: int, theirs: Component, 
         theirs.layout.check_within(arena_bytes, named)
     except ValueError as error:
         raise RemoteProtocolError(f"components[{index}].layout", str(error)) from None
-    fields = {
-        "tokens_per_row": (theirs.tokens_per_row, ours.tokens_per_row),
-        "span": (theirs.span, ours.span),
-    }
+    fields = {"tokens_per_row": (theirs.tokens_per_row, ours.tokens_per_row), "span": (theirs.span, ours.span)}
     if differences := [f"{named}.{name}: {a} there, {b} here" for name, (a, b) in fields.items() if a != b]:
         raise LayoutMismatchError(differences)
     return pair_share(ours.layout, theirs.layout)

@@ -202,13 +202,7 @@ class PrefillTransports:
         gpu = self._gpu = None if options.device is None else WriterGpu(options.device, spans)
         self._make = {
             name: partial(
-                TRANSPORTS[name].writer,
-                components,
-                options,
-                gpu=gpu,
-                wrote=wrote,
-                lost=lost,
-                wake_hint=wake_hint,
+                TRANSPORTS[name].writer, components, options, gpu=gpu, wrote=wrote, lost=lost, wake_hint=wake_hint
             )
             for name in self.taken
         }

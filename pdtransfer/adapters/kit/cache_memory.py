@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from ...limits import HOST_BUFFER_GIB
 from ...memory import cuda_ipc
 from ...memory.arena_memory import ArenaMemory
 from ...memory.hbm import Hbm, staging_bytes
+from .kinds import Memory
 from .torch_memory import MeasuredTensors, PooledTensors, arena_tensor, pooled_bytes
 
 log = logging.getLogger(__name__)
@@ -55,11 +56,11 @@ class Target:
 
     arena: ArenaMemory
     base: int
-    memory: Literal["dram", "hbm"]
+    memory: Memory
     copied_up: bool
 
-    def locate(self, address: int) -> tuple[int, Literal["dram", "hbm"]]:
-        """What a buffer at this address counts its base from, and the memory that it is in."""
+    def locate(self, address: int) -> tuple[int, Memory]:
+        """As Locate."""
         start = self.arena.mapping.address
         return (start, "dram") if start <= address < start + self.arena.byte_count else (self.base, self.memory)
 
@@ -135,19 +136,17 @@ class CacheMemory:
 
     def pool_fd(self, extent: Extent) -> int:
         """The memfd that the cache lies in, by which writers on other hosts read it; -1 if there is none."""
-        return self._arena.fd if self._arena is not None and self._holds(self._arena, extent) else -1
+        return -1 if (arena := self._arena_of(extent)) is None else arena.fd
 
     def base(self, extent: Extent) -> int:
         """The address from which the planes of a pool count: where the memfd is mapped, or where the cache begins."""
-        if self._arena is not None and self._holds(self._arena, extent):
-            return self._arena.mapping.address
-        return extent.first
+        return extent.first if (arena := self._arena_of(extent)) is None else arena.mapping.address
 
     def target(self, extent: Extent, *, host_buffer_gib: float = HOST_BUFFER_GIB) -> Target:
         """What decode offers to writers, with a staging buffer of this size unless `beside` has made one. Raises
         ConfigError for a cache in too many places, WorldError for memory that the host does not have."""
-        if self._arena is not None and self._holds(self._arena, extent):
-            self._target = Target(self._arena, self._arena.mapping.address, "dram", copied_up=False)
+        if (arena := self._arena_of(extent)) is not None:
+            self._target = Target(arena, arena.mapping.address, "dram", copied_up=False)
             return self._target
         byte_count = extent.end - extent.first
         if byte_count > 2 * sum(self._sizes) + GAP_BYTES_MAX:
@@ -160,12 +159,8 @@ class CacheMemory:
         assert arena.hbm is not None
         copied_up = not arena.hbm.handle
         if copied_up:
-            where = (
-                "the engine allocated its KV cache elsewhere"
-                if extent.device is None
-                else "no peer can write to this GPU"
-            )
-            log.warning("%s: %s", where, COPIED_UP)
+            on_cpu, on_card = "the engine allocated its KV cache elsewhere", "no peer can write to this GPU"
+            log.warning("%s: %s", on_cpu if extent.device is None else on_card, COPIED_UP)
         self._target = Target(arena, extent.first - arena.hbm.base, "hbm", copied_up)
         return self._target
 
@@ -177,10 +172,12 @@ class CacheMemory:
             with suppress(BufferError):
                 arena.close()
 
-    @staticmethod
-    def _holds(arena: ArenaMemory, extent: Extent) -> bool:
+    def _arena_of(self, extent: Extent) -> ArenaMemory | None:
+        """The arena that the cache was allocated in; None for one elsewhere."""
+        if (arena := self._arena) is None:
+            return None
         start = arena.mapping.address
-        return extent.device is None and start <= extent.first and extent.end <= start + arena.byte_count
+        return arena if Extent(start, start + arena.byte_count).holds(extent) else None
 
 
 def _arena(

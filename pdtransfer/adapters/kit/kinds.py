@@ -3,7 +3,7 @@ other ones than its model, and states in parts that they share out as heads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -13,6 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 from ...errors import ConfigError
 from ...layout.layout import Component, Layout, Plane, Span
 from ...wire import Ranks
+
+Memory = Literal["dram", "hbm"]
+Locate = Callable[[int], tuple[int, Memory]]
+"""What a buffer at an address counts its base from, and the memory that it is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +71,15 @@ class CacheKind:
         return np.where(pages < 0, -1, pages * self.of_page + np.arange(self.of_page)).reshape(-1)
 
     def slots(self, pages: ArrayLike, tokens: int) -> NDArray[np.int64]:
-        """A slot for each row of a prompt whose last pages these are, int64; -1 for rows before them, and for one that
-        another rank has. The pages of an `exact` prompt are all that it has."""
+        """A slot for each row of a prompt in these pages, int64; too few where pages are missing. It is -1 in a page
+        -1, and for the last row where another rank has it."""
         slots, rows = self.expand(pages), self.rows(tokens)
-        if self.tail == "exact":
-            return slots[:rows]
-        behind = int(self.tail == "open" and len(slots) < rows)
-        return np.pad(slots, (max(0, rows - len(slots) - behind), behind), constant_values=-1)
+        if self.tail == "open" and len(slots) == rows - 1:
+            return np.append(slots, -1)
+        return slots[:rows] if self.tail == "exact" else slots
 
     def component(
-        self, name: str, memory: Literal["dram", "hbm"], planes: Sequence[Plane], slots: int, page_size: int = 1
+        self, name: str, memory: Memory, planes: Sequence[Plane], slots: int, page_size: int = 1
     ) -> Component:
         """Such a component, in pages of `page_size` rows. Raises ConfigError for planes that cannot be one."""
         span = Span("once" if self.row == "request" else "all")

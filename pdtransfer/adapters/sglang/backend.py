@@ -27,7 +27,7 @@ from ...layout.layout import DTYPE_BYTES
 from ...wire import Ranks
 from ..kit.cache_memory import CacheMemory, Extent
 from ..kit.facts import dtype_name, model_facts, named_facts
-from ..kit.kinds import Heads
+from ..kit.kinds import Heads, Locate
 from ..kit.peers import Reachable, Remembered, RequestError
 from ..kit.rank import Rank
 from . import dialect, process
@@ -39,7 +39,6 @@ from .pools import (
     OPAQUE,
     HeadCounts,
     KVPools,
-    Locate,
     extent_of,
     has_rows_of_pages,
     host_buffers,

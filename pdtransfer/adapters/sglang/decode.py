@@ -148,4 +148,4 @@ class ReceivingSide:
         slots, rows = part.kind.slots(indices, tokens), part.kind.rows(tokens)
         if len(slots) > rows:
             raise LocalProtocolError(f"{part.name}: {len(slots)} rows, expected {rows} for {tokens} tokens")
-        return slots
+        return np.pad(slots, (rows - len(slots), 0), constant_values=-1)

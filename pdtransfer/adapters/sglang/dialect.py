@@ -23,24 +23,11 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from ...errors import ConfigError
-from ..kit.versions import Since, capabilities
+from ..kit.versions import SGLANG_SINCE, capabilities
 from .options import drafter_with_kv
 
-_SRT = "sglang.srt.disaggregation"
-SINCE = {
-    # 0.5.17 and 0.5.18 unregister whole host buffers, and only log CUDA's error.
-    "registered_ranges": Since("0.5.19", "sglang.srt.mem_cache.pool_host.common:_CUDA_HOST_REGISTERED_RANGES_ATTR"),
-    "draft_buffers": Since("0.5.20", f"{_SRT}.base.conn:KVArgs.num_draft_entries"),
-    "destinations": Since("0.5.21", f"{_SRT}.base.conn:KVTransferDestination"),
-    # The common classes send, poll and fail by themselves.
-    "complete": Since("0.5.23", f"{_SRT}.common.conn:CommonKVSender._poll_with_status"),
-    # SGLang itself keeps the pages of a failed request until nobody can write them on any rank. 0.5.19 to 0.5.22 could,
-    # but flush the cache meanwhile, and then free the pages again: there `_poll_transfers` keeps them.
-    "defers_releases": Since("0.5.23"),
-    "decode_stages": Since("0.5.23"),  # earlier versions have not been tried
-    "cached_beginnings": Since("0.5.23"),
-}
-HAS = capabilities("SGLang", SINCE, sglang.__version__)  # pyright: ignore[reportAttributeAccessIssue]
+_VERSION: str = sglang.__version__  # pyright: ignore[reportAttributeAccessIssue]
+HAS = capabilities("SGLang", SGLANG_SINCE, _VERSION)
 DEFERS_RELEASES = "defers_releases" in HAS
 _HOST_RECEIVE = "disaggregation_decode_host_receive_threshold"
 # The attribute of a host buffer with its ranges that are registered with the GPU.
@@ -67,9 +54,8 @@ def check_features(server_args: Any) -> None:
 
 def _require(name: str, option: str, missing: str) -> None:
     if name not in HAS:
-        version = sglang.__version__  # pyright: ignore[reportAttributeAccessIssue]
-        first = SINCE[name].text
-        raise ConfigError(f"{option}: SGLang {version} does not report {missing}; {first} is the first that does")
+        first = SGLANG_SINCE[name].text
+        raise ConfigError(f"{option}: SGLang {_VERSION} does not report {missing}; {first} is the first that does")
 
 
 def receives_on_host(disagg: Any) -> bool:
@@ -105,8 +91,7 @@ def first_layer(pool: Any) -> int:
 def _required(owner: Any, name: str, option: str) -> Any:
     """What this module knows by a name of SGLang's own. Raises ConfigError where it has another name."""
     if not hasattr(owner, name):
-        version = sglang.__version__  # pyright: ignore[reportAttributeAccessIssue]
-        raise ConfigError(f"{option}: {type(owner).__name__} of SGLang {version} has no {name}: leave out this option")
+        raise ConfigError(f"{option}: {type(owner).__name__} of SGLang {_VERSION} has no {name}: leave out this option")
     return getattr(owner, name)
 
 
@@ -166,8 +151,8 @@ class _FailingRequest:
         raise common.KVTransferError(self.bootstrap_room, text, is_from_another_rank=reason is None)
 
 
-class _SendingRequest(_FailingRequest):
-    """Prefill's request."""
+class _OlderSender(_FailingRequest, common.CommonKVSender):
+    """Prefill's request, as 0.5.23 has it."""
 
     def send(self: Any, kv_indices: Any, state_indices: Any = None, *_: Any, **__: Any) -> None:
         if self.conclude_state in (base.KVPoll.Success, base.KVPoll.Failed):
@@ -226,10 +211,6 @@ class _ReceivingRequest(base.BaseKVReceiver):
         pool = self.kv_mgr.connection_pool
         for key in [key for key in pool if key.startswith(f"{self.bootstrap_addr}_")]:
             del pool[key]
-
-
-class _OlderSender(_SendingRequest, common.CommonKVSender):
-    """Prefill's request, as 0.5.23 has it."""
 
 
 class _OlderReceiver(_FailingRequest, common.CommonKVReceiver, _ReceivingRequest):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -47,6 +47,16 @@ def _is_ours() -> bool:
     return disagg.disaggregation_mode != "null" and disagg.disaggregation_transfer_backend == NAME
 
 
+def _where_ours(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that leaves engines alone whose transfer backend is another one."""
+
+    @wraps(hook)
+    def around(original: Any, *args: Any, **named: Any) -> Any:
+        return hook(original, *args, **named) if _is_ours() else original(*args, **named)
+
+    return around
+
+
 def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     if transfer_backend.value != NAME:
         return original(transfer_backend, class_type)
@@ -67,14 +77,14 @@ def _receives_on_host() -> bool:
     return decodes and (dialect.receives_on_host(get_disagg()) or get_memory().enable_hisparse)
 
 
+@_where_ours
 def _init_memory_pools(original: Any, scheduler: Any) -> Any:
     """All caches are made: it is known which draft models have one. Raises ConfigError for what is not transferred."""
-    if _is_ours():
-        dialect.check_features(scheduler.server_args)
-        check_drafter(scheduler.server_args, on_host=dialect.receives_on_host(get_disagg()))
-        worker = getattr(scheduler, "draft_worker", None)
-        process.draft_runners = dialect.draft_runners(worker, scheduler.server_args)
-        process.draft_scope = partial(dialect.draft_scope, worker, scheduler.server_args)
+    dialect.check_features(scheduler.server_args)
+    check_drafter(scheduler.server_args, on_host=dialect.receives_on_host(get_disagg()))
+    worker = getattr(scheduler, "draft_worker", None)
+    process.draft_runners = dialect.draft_runners(worker, scheduler.server_args)
+    process.draft_scope = partial(dialect.draft_scope, worker, scheduler.server_args)
     return original(scheduler)
 
 
@@ -83,11 +93,10 @@ def _derive_pool_sizes(original: Any, configurator: Any, *, config: Any) -> Any:
     return original(configurator, config=config)
 
 
+@_where_ours
 def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
     """The KV cache is made, in one allocation that can be shared, and later those of draft models, in the same one.
     With its memory saver SGLang makes it as usual: the saver gives back to the GPU what it has seen being allocated."""
-    if not _is_ours():
-        return original(configurator, **given)
     if configurator.is_draft_worker:
         with process.memory.pooled_later() if process.memory else nullcontext():
             return original(configurator, **given)
@@ -115,17 +124,14 @@ def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
         process.first_layer = dialect.first_layer(result.token_to_kv_pool)  # prefill does not ask for it
     if _receives_on_host():
         pool = result.token_to_kv_pool
-        infos = [dialect.buffer_infos(pool), *([pool.get_state_buf_infos()] if _has_states(pool) else [])]
+        has_states = hasattr(pool, "get_state_buf_infos")
+        infos = [dialect.buffer_infos(pool), *([pool.get_state_buf_infos()] if has_states else [])]
         buffers = [Buffers(*info) for info in infos]
         process.memory = process.memory or CacheMemory(
             [size for pool_buffers in buffers for size in pool_buffers.byte_counts]
         )
         process.extent = extent_of(buffers, configurator.gpu_id if configurator.device == "cuda" else None)
     return result
-
-
-def _has_states(pool: Any) -> bool:
-    return hasattr(pool, "get_state_buf_infos")
 
 
 def _allocate(original: Any, allocator: Any, dims: Any, dtype: Any, device: str = "cpu") -> Any:
@@ -148,27 +154,19 @@ def _cuda_host_register(original: Any, buffer: Any, *args: Any) -> None:
     return None
 
 
+@_where_ours
 def _init_transfer_queue(original: Any, queue: Any, *args: Any, **named: Any) -> None:
     """Pages of a failed request are held until the proof is there, for however long: no time proves anything."""
     original(queue, *args, **named)
-    if _is_ours():
-        queue.enable_deferred_kv_release, queue.deferred_kv_release_timeout = dialect.DEFERS_RELEASES, math.inf
+    queue.enable_deferred_kv_release, queue.deferred_kv_release_timeout = dialect.DEFERS_RELEASES, math.inf
 
 
+@_where_ours
 def _pop_bootstrapped(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
     """With pipeline stages SGLang looks up the states of requests that wait for decode, without a call for any of them:
     what has become of them is learnt here, on each stage."""
-    if _is_ours():
-        queue.kv_manager.turn()
+    queue.kv_manager.turn()
     return original(queue, *args, **named)
-
-
-def _exceeds_capacity(original: Any, queue: Any, req: Any) -> bool:
-    return admission.exceeds_capacity(original, queue, req) if _is_ours() else original(queue, req)
-
-
-def _pop_preallocated(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    return (partial(admission.pop_admitted, original) if _is_ours() else original)(queue, *args, **named)
 
 
 def _get_transferred(original: Any, scheduler: Any) -> Any:
@@ -254,6 +252,7 @@ def _get_internal_state(original: Any, scheduler: Any, *args: Any, **named: Any)
     return answer
 
 
+_DECODE = "sglang.srt.disaggregation.decode"
 _STAGES = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
 # Functions of SGLang's, and what is called around each.
 STAGE_HOOKS = (
@@ -267,9 +266,9 @@ HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_pools", _init_pools),
     ("sglang.srt.mem_cache.pool_host.common.HostTensorAllocator.allocate", _allocate),
     ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _cuda_host_register),
-    ("sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__", _init_transfer_queue),
-    ("sglang.srt.disaggregation.decode.DecodePreallocQueue._check_if_req_exceed_kv_capacity", _exceeds_capacity),
-    ("sglang.srt.disaggregation.decode.DecodePreallocQueue.pop_preallocated", _pop_preallocated),
+    (f"{_DECODE}.DecodeTransferQueue.__init__", _init_transfer_queue),
+    (f"{_DECODE}.DecodePreallocQueue._check_if_req_exceed_kv_capacity", _where_ours(admission.exceeds_capacity)),
+    (f"{_DECODE}.DecodePreallocQueue.pop_preallocated", _where_ours(admission.pop_admitted)),
     ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped", _pop_bootstrapped),
     ("sglang.srt.disaggregation.common.conn.PrefillServerInfo.__init__", _init_server_info),
     ("sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks", _query_prefill_dp_ranks),

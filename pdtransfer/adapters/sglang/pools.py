@@ -17,22 +17,19 @@ as a second state. In NVFP4 a page of any of these buffers holds values apart fr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Literal
+from typing import Any
 
 from ...errors import ConfigError
 from ...layout.layout import DTYPE_BYTES, Component, Plane
 from ...limits import AUX_BYTES_MAX, COMPONENTS_MAX
 from ..kit.cache_memory import Extent, Target
-from ..kit.kinds import CacheKind, Heads, StatePart, state_planes
+from ..kit.kinds import CacheKind, Heads, Locate, Memory, StatePart, state_planes
 from .states import LINEAR, Sections, item_parts
 
-Memory = Literal["dram", "hbm"]
 Named = tuple[str, int]  # what a buffer has, and its layer
-Locate = Callable[[int], tuple[int, Memory]]
-"""What a buffer at an address counts its base from, and the memory that it is in."""
 
 KV = "kv"  # the component of what every token has
 DRAFT_KV = "kv_draft"  # likewise, of a drafter whose heads are not its model's

@@ -54,12 +54,7 @@ class SendingSide:
     """
 
     def __init__(
-        self,
-        client: PrefillClient,
-        pools: KVPools,
-        *,
-        time_left_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, client: PrefillClient, pools: KVPools, *, time_left_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._client, self._pools, self._page_size = client, pools, pools.page_size
         self._time_left_s, self._clock = time_left_s, clock

@@ -24,15 +24,17 @@ from ...client.api import weights_digest
 from ...errors import ConfigError
 from ...wire import Ranks
 from ..kit.cache_memory import CacheMemory, Extent
+from ..kit.kinds import Locate
 from ..kit.peers import Reachable
 from ..kit.rank import Rank
+from ..kit.versions import VLLM_SINCE
 from . import dialect
 from .bootstrap import Bootstrap, name_of
 from .drafter import drafter_layers, layers_with_kv
 from .kinds import dcp_sizes_of, host_pool_of, keep_blocks_whole, sparse_indices, tables_of
 from .kv_scales import check_cache_dtype
 from .orders import Orders, RankRuns
-from .pools import Locate, Pools, pools, range_of, with_heads
+from .pools import Pools, pools, range_of, with_heads
 from .scheduler import SchedulerSide
 from .settings import ConnectorSettings
 from .stats import TransferMetrics, TransferStats
@@ -69,7 +71,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = _settings_of(transfer.kv_connector_extra_config)
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
         parallel = vllm_config.parallel_config
-        needs = "" if "prefill_context" in dialect.HAS else dialect.SINCE["prefill_context"].text
+        needs = "" if "prefill_context" in dialect.HAS else VLLM_SINCE["prefill_context"].text
         dcp_sizes = dcp_sizes_of(parallel, self._settings.dcp_size, receives=self._receives, needs=needs)
         self._groups = dialect.groups_of(kv_cache_config, dcp_sizes)
         self._scheduler: SchedulerSide | None = None
@@ -77,7 +79,6 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._bootstrap: Bootstrap | None = None
         self._announced: Announced | None = None
         self._failed_blocks: set[int] = set()
-        self._facts: dict[str, str] = {}
         self._pooled: AbstractContextManager | None = None
         self._on_card = False
         if self._settings.bootstrap and parallel.data_parallel_size > 1:
@@ -165,11 +166,11 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         facts |= dialect.states_fact(self._kv_cache_config, self._groups, ranks.tp_size)
         facts |= dialect.scales_fact(self._vllm_config, kv, ranks)
         shown_rows = "blocks+tokens" if rows == "auto" else rows
-        self._facts = dialect.shown_facts(self._vllm_config, kv, facts | of_blocks, shown_rows)
+        shown = dialect.shown_facts(self._vllm_config, kv, facts | of_blocks, shown_rows)
         described = components(locate)
         rank = Rank(
             settings=settings, name=f"{str(self._kv_transfer_config.engine_id)[:90]}-{ranks.pp_rank}-{ranks.tp_rank}",
-            number=dialect.number_of(self._vllm_config, ranks), ranks=ranks, facts=facts, shown=self._facts,
+            number=dialect.number_of(self._vllm_config, ranks), ranks=ranks, facts=facts, shown=shown,
             model=dialect.served_name(self._vllm_config), memory=self._memory, extent=extent,
         )  # fmt: skip
         prefill, decode, endpoint = None, None, ""
@@ -181,7 +182,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerSide(
             pools=described, prefill=prefill, decode=decode, time_left_s=self._settings.time_left_s,
             recomputes=getattr(self._kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
-            facts=self._facts,
+            facts=shown,
         )  # fmt: skip
         identity, line = rank.announced(endpoint, target, "vLLM's blocks")
         self._announced = Announced(endpoint, identity, described.block_bytes)

@@ -17,26 +17,16 @@ from ...errors import ConfigError
 from ...wire import Ranks
 from ..kit.facts import config_digest, dtype_name, model_facts, named_facts
 from ..kit.kinds import CacheKind, Heads, StatePart, described
-from ..kit.versions import Since, capabilities
+from ..kit.versions import VLLM_SINCE, capabilities
 from . import kv_scales, token_rows
 from .drafter import drafter_layers, layers_with_kv, speculation
-from .kinds import KINDS, PAGED, kind_of, parts_of
+from .kinds import KINDS, PAGED, kind_of, parts_of, specs_of
 from .orders import KVGroup
 from .token_rows import Kinds
 
 log = init_logger(f"vllm.{__name__}")
 
-_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-SINCE = {
-    "fails_by_request": Since("0.30", f"{_BASE}:KVConnectorTransferResults"),  # else by the numbers of blocks
-    "layout": Since("0.30"),  # LBHNC is the name of the one in which the heads of a block lie apart
-    "states": Since("0.30"),
-    "prefill_context": Since("0.30"),
-    "sets_interleave": Since("0.30"),  # that of decode context parallelism may be set by a connector
-    "allocation_hook": Since("0.31", f"{_BASE}:KVConnectorBase_V1.get_mem_pool_context"),
-    "hit_source": Since("0.32", f"{_BASE}:CacheHitSource.P2P"),  # of tokens that a peer has computed
-}
-HAS = capabilities("vLLM", SINCE, vllm.__version__)
+HAS = capabilities("vLLM", VLLM_SINCE, vllm.__version__)
 
 
 def join_logs() -> None:
@@ -81,7 +71,8 @@ def _kind(index: int, spec: Any, block_size: int) -> CacheKind:
     name = type(spec).__name__
     supported = [spec_class for spec_class, kind in KINDS.items() if kind.row != "request" or "states" in HAS]
     if name in KINDS and name not in supported:
-        raise ConfigError(f"KV cache group {index}: {name} needs vLLM {SINCE['states'].text}, found {vllm.__version__}")
+        first = VLLM_SINCE["states"].text
+        raise ConfigError(f"KV cache group {index}: {name} needs vLLM {first}, found {vllm.__version__}")
     if name not in supported:
         raise ConfigError(f"KV cache group {index}: {name} is not supported; must be one of {', '.join(supported)}")
     return kind_of(spec, block_size)
@@ -98,11 +89,7 @@ def head_totals(vllm_config: Any, kv_cache_config: Any) -> dict[str, int]:
     model, *drafters = layers_with_kv(vllm_config)
     of_text = getattr(vllm_config.model_config, "hf_text_config", None)
     of_windows = getattr(of_text, "swa_num_key_value_heads", None)  # MiMo's, which has more in windows
-    specs = {
-        name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-        for group in kv_cache_config.kv_cache_groups
-        for name in group.layer_names
-    }
+    specs = specs_of(kv_cache_config)
     totals, drafts = dict[str, int](), drafter_layers(vllm_config, specs)
     for name, spec in specs.items():
         layers = drafters[0] if name in drafts else model
@@ -172,13 +159,8 @@ def facts_of_blocks(
 
 def states_of(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]]) -> dict[str, list[StatePart]]:
     """The parts of each layer's page of states, by the layer's name."""
-    return {
-        name: _parts(getattr(spec, "kv_cache_specs", {}).get(name, spec))
-        for group, names in groups
-        if group.state
-        for spec in [kv_cache_config.kv_cache_groups[group.index].kv_cache_spec]
-        for name in names
-    }
+    specs = specs_of(kv_cache_config)
+    return {name: _parts(specs[name]) for group, names in groups if group.state for name in names}
 
 
 def _parts(spec: Any) -> list[StatePart]:

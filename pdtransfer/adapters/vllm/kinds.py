@@ -146,13 +146,20 @@ def host_pool_of(kv_cache_config: Any, *, sends: bool) -> tuple[int, int]:
     return kv_cache_config.hisparse_host_num_blocks, (-(-size // _PAGE_BYTES) + 1) * _PAGE_BYTES
 
 
+def specs_of(kv_cache_config: Any) -> dict[str, Any]:
+    """The spec of each layer, by its name: a group of unlike layers has theirs within its own."""
+    return {
+        name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+    }
+
+
 def sparse_indices(kv_cache_config: Any) -> frozenset[str]:
     """The layers that keep what a sparse index chooses by. DeepSeek V4 has it among its compressed rows."""
     return frozenset(
         name
-        for group in kv_cache_config.kv_cache_groups
-        for name in group.layer_names
-        for spec in [getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)]
+        for name, spec in specs_of(kv_cache_config).items()
         if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer"
         and getattr(spec, "model_version", None) != "deepseek_v4"
     )

@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,11 +30,9 @@ from ...errors import ConfigError, LocalProtocolError
 from ...layout.layout import DTYPE_BYTES, Component, Plane
 from ...layout.layout_builders import Axis, strided_layout
 from ...limits import COMPONENTS_MAX
-from ..kit.kinds import CacheKind, Heads, StatePart, state_planes
+from ..kit.kinds import CacheKind, Heads, Locate, Memory, StatePart, state_planes
 from .orders import KVGroup
 
-Memory = Literal["dram", "hbm"]
-Locate = Callable[[int], tuple[int, Memory]]
 INDEX = "index"  # a component: what a sparse index keeps of each token
 KV, LATENT = "kv", "latent"  # a component, and a kind in it, as all adapters name them where rows are tokens
 
@@ -62,10 +60,8 @@ class BlockRows:
         return (striped[:, None] * self.parts + np.arange(self.parts)).reshape(-1)
 
     def slots(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int64]:
-        """The slots of a prompt in these blocks, as the kind has them; too few for the prompt if blocks are missing."""
-        striped = blocks[self.stripe :: self.stripes]
-        missing = self.kind.rows(tokens) - len(striped) * self.kind.of_page > int(self.stripes > 1)
-        return self.kind.expand(striped) if missing else self.kind.slots(striped, tokens)
+        """The slots of a prompt in these blocks, as the kind has them."""
+        return self.kind.slots(blocks[self.stripe :: self.stripes], tokens)
 
 
 @dataclass(frozen=True, slots=True)

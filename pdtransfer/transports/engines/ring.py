@@ -132,10 +132,7 @@ class Cut:
         if (pairing.table[:, [2, 5]] != width[:, None]).any():  # a plane's rows do not touch: each run is one row
             return bool(width.mean() >= STRAIGHT_BYTES_MIN)
         breaks = 1
-        for slots, page_size in (
-            (source_slots, pairing.source_page_size),
-            (target_slots, pairing.target_page_size),
-        ):
+        for slots, page_size in ((source_slots, pairing.source_page_size), (target_slots, pairing.target_page_size)):
             breaks += int(np.count_nonzero(slots[1:] - slots[:-1] != 1)) + (rows // page_size if page_size > 1 else 0)
         return rows * pairing.row_bytes >= breaks * len(width) * STRAIGHT_BYTES_MIN
 

@@ -259,12 +259,7 @@ def _uid_of(peer: socket.socket) -> int:
 
 
 async def receive(
-    reach: Reach,
-    session: int,
-    *,
-    seconds: float,
-    uids: frozenset[int] | None = None,
-    keep_line: KeepLine | None = None,
+    reach: Reach, session: int, *, seconds: float, uids: frozenset[int] | None = None, keep_line: KeepLine | None = None
 ) -> int:
     """Receives the arena's descriptor, which the caller closes. Raises TransportError, also after `seconds`.
 

@@ -150,7 +150,7 @@ def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once() -> None:
     assert WorkerLeft(D2) in effects
     assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Hello)]
     assert not fleet.routing.workers.models()
-    assert room not in {room.id for room in fleet.routing.rooms if room.state.value == "open"}
+    assert room not in {room.id for room in fleet.routing.rooms if room.is_open}
     refused = fleet.routing.submit(request(), fleet.now)
     assert isinstance(refused, Refusal)
 

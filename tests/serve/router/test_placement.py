@@ -184,7 +184,7 @@ def test_nothing_is_kept_of_workers_that_have_left() -> None:
 def test_a_ranking_gives_the_best_of_a_mask_whichever_way_it_looks() -> None:
     ranking = Ranking[str]()
     for number in range(100):
-        ranking.put(f"w{number}", number, ((number * 37) % 100, f"w{number}"))
+        ranking.put(f"w{number}", ((number * 37) % 100, number))
     for mask in (1 << 5 | 1 << 70, sum(1 << offset for offset in range(0, 100, 2)), EVERYONE):
         members = [index for index in range(100) if mask >> index & 1]
         found = ranking.best(mask, lambda item: item != "w46")
@@ -192,9 +192,9 @@ def test_a_ranking_gives_the_best_of_a_mask_whichever_way_it_looks() -> None:
         assert found[1] == f"w{min((member for member in members if member != 46), key=lambda each: each * 37 % 100)}"
     ranking.remove(5)
     assert ranking.best(1 << 5, lambda _: True) is None
-    ranking.put("w70", 70, (-1, "w70"))
+    ranking.put("w70", (-1, 70))
     assert len(ranking) == 99
-    assert ranking.best(EVERYONE, lambda _: True) == ((-1, "w70"), "w70")
+    assert ranking.best(EVERYONE, lambda _: True) == ((-1, 70), "w70")
 
 
 def test_levels_part_all_workers_by_what_they_know() -> None:

@@ -9,8 +9,6 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 from ....handoff.tables import Word
 
 Role: TypeAlias = Literal["prefill", "decode"]
-Prefill = TypeVar("Prefill")
-Decode = TypeVar("Decode")
 Member = TypeVar("Member")
 
 
@@ -42,11 +40,11 @@ def longest_request(
 
 
 @dataclass(frozen=True, slots=True)
-class Pair(Generic[Prefill, Decode]):
-    """The two workers of a request."""
+class Pair(Generic[Member]):
+    """The two workers of a request; without a prefill worker decode computes the prompt, or the rest of it."""
 
-    prefill: Prefill
-    decode: Decode
+    prefill: Member | None
+    decode: Member
     keys: tuple[bytes, ...] = ()  # of the prompt's blocks, where placement has a choice
     computed: int | None = None  # prompt tokens that decode computes itself though prefill could; None: prefill does
 

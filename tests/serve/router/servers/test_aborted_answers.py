@@ -92,7 +92,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_in_place_of_the_abort(
         assert (error["code"], error["message"].endswith("has aborted the request")) == ("peer_lost", True)
         assert "[DONE]" not in stream
         assert sum(len(server.seen) for server in site.decode) == 1
-        assert site.backend.metrics.cut_answers == 1
+        assert site.backend.metrics.answers_cut == 1
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

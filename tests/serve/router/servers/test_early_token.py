@@ -211,7 +211,7 @@ async def test_a_stream_begins_before_decode_and_goes_on_with_what_follows() -> 
         it.decode[0].gate.set()
         assert texts(await task) == PIECES
         assert "logprobs" not in it.decode[0].seen[0].body
-        assert (it.backend.metrics.early, it.backend.metrics.early_wrong) == (1, 0)
+        assert (it.backend.metrics.first_tokens_early, it.backend.metrics.first_tokens_wrong) == (1, 0)
         await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
 
 
@@ -219,7 +219,7 @@ async def test_the_first_request_of_a_prefill_learns_who_it_is_and_waits() -> No
     async with server_site() as it:
         assert texts(await it.stream(temperature=0)) == PIECES
         assert it.prefill[0].seen[0].body["stream"] is False
-        assert it.backend.metrics.early == 0
+        assert it.backend.metrics.first_tokens_early == 0
 
 
 @pytest.mark.parametrize("how", ["off", "not greedy", "close", "refused", "another position"])
@@ -244,7 +244,7 @@ async def test_where_it_may_not_come_early_decodes_stream_is_whole(how: str) -> 
             it.decode[0].gate.clear()
         stream = await it.stream(temperature=0.5 if how == "not greedy" else 0)
         assert texts(stream) == PIECES
-        assert it.backend.metrics.early == 0
+        assert it.backend.metrics.first_tokens_early == 0
         asked = [each.body["stream"] for each in prefill.seen]
         assert asked == {"close": [True], "refused": [True, False]}.get(how, [False])
         assert prefill.url == it.backend.pool.prefill[0].url
@@ -263,7 +263,7 @@ async def test_another_decode_goes_on_where_the_first_one_fails_behind_the_first
         bad.gate.set()
         assert texts(await task) == PIECES
         assert len(good.seen) == 1
-        assert (it.backend.metrics.retries, it.backend.metrics.cut_answers) == (1, 0)
+        assert (it.backend.metrics.retries, it.backend.metrics.answers_cut) == (1, 0)
         await until(lambda: not it.server(bad).unfinished)
 
 
@@ -289,7 +289,7 @@ async def test_a_stream_that_decode_does_not_go_on_with_ends_with_an_error(
             *_, last, rest = (await task).split("\n\n")
             assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine"
             assert (rest, it.ended[-1].status) == ("", 500)
-        assert it.backend.metrics.early_wrong == EARLY_WRONG_MAX
+        assert it.backend.metrics.first_tokens_wrong == EARLY_WRONG_MAX
         assert "does not go on behind prefill's first token" in caplog.text
         decode.reply = reply  # type: ignore[method-assign]
         it.prefill[0].seen.clear()
@@ -320,25 +320,25 @@ async def test_chats_begin_with_prefills_token_once_one_of_their_kind_began_alik
                 return chat_texts((await response.read()).decode())
 
         def begun() -> tuple[int, bool]:
-            return it.backend.metrics.early, prefill.seen[-1].body["stream"]
+            return it.backend.metrics.first_tokens_early, prefill.seen[-1].body["stream"]
 
         assert (await chat(), begun()) == (whole, (0, True)), "the first one is compared"
         await until(lambda: list(known.values()) == [text_field == "content"])
         if text_field == "content":
             decode.gate.clear()
             again = asyncio.create_task(chat())
-            await until(lambda: it.backend.metrics.early == 1)
+            await until(lambda: it.backend.metrics.first_tokens_early == 1)
             decode.gate.set()
             assert await again == whole
         else:
             assert (await chat(), begun()) == (whole, (0, False))
         thinks = {"chat_template_kwargs": {"enable_thinking": True}}
-        early = it.backend.metrics.early
+        early = it.backend.metrics.first_tokens_early
         assert (await chat(**thinks), begun()) == (whole, (early, True)), "another kind is compared anew"
         prefill.engine = "p0 again"  # another process: its identity is learnt first
         it.backend.pool.prefill[0].identity = None
         assert [(await chat(), begun()) for _ in range(2)] == [(whole, (early, False)), (whole, (early, True))]
-        assert it.backend.metrics.early_wrong == 0
+        assert it.backend.metrics.first_tokens_wrong == 0
 
 
 async def test_no_more_kinds_of_chats_than_are_remembered_are_compared() -> None:

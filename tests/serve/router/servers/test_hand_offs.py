@@ -103,7 +103,7 @@ async def test_a_prompt_that_decode_computed_shows_in_the_record_and_in_metrics(
         assert (landed.kv_bytes, lost.kv_bytes, stream.kv_bytes) == (4_096, 0, None)
         assert lost.detail == "decode computed the prompt: its KV was not received"
         assert landed.detail == ""
-        assert it.backend.metrics.computed == 1
+        assert it.backend.metrics.prompts_computed == 1
         counts = 'vllm:pdtransfer_rooms_total{end="received"} %d\nvllm:pdtransfer_computed_total{e="0"} %d\n'
         it.decode[0].counted = counts % (4, 0)
         await until(lambda: it.server(it.decode[0]).hand_offs == HandOffs(4))

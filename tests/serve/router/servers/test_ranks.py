@@ -67,7 +67,7 @@ async def test_the_next_turn_goes_to_the_rank_that_has_the_last_one() -> None:
             await it.post(prompt="of somebody else")
         of_chat = [request.rank for request in it.decode[0].seen if request.body["prompt"] in turns]
         assert all(last == following for last, following in pairwise(of_chat))
-        assert it.backend.metrics.kept >= len(turns) - 1
+        assert it.backend.metrics.requests_kept >= len(turns) - 1
 
 
 async def test_a_server_that_comes_back_with_other_ranks_is_asked_for_those() -> None:

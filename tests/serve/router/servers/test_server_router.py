@@ -238,7 +238,7 @@ async def test_without_a_prefill_server_decode_serves_if_it_may_and_the_router_r
         assert all("kv_transfer_params" not in each.body for each in it.decode[0].seen)
         assert (it.ended[-1].prefill, it.ended[-1].decode) == ("", it.decode[0].url)
         assert it.ended[-1].tokens is None, "the server's answer passes through unread"
-        assert it.backend.metrics.served_alone == 2
+        assert it.backend.metrics.requests_without_prefill == 2
         it.prefill[0].healthy = True
         await until(lambda: not it.backend.pool.serves_alone)
         assert (await it.post())[0] == 200
@@ -780,7 +780,7 @@ async def test_the_next_turn_of_a_chat_is_decodes_and_the_first_one_prefills() -
             assert len(prefill.seen) == 1, "what decode has generated is computed nowhere again"
             assert (decode.seen[turn].kv == {}) is (turn > 0)
             messages += [{"role": "assistant", "content": "an answer " * 20}, {"role": "user", "content": "and then?"}]
-        assert (it.backend.metrics.kept, it.backend.metrics.served_alone) == (3, 0)
+        assert (it.backend.metrics.requests_kept, it.backend.metrics.requests_without_prefill) == (3, 0)
         messages[0]["content"] = "another question " * 50
         assert (await it.post("/v1/chat/completions", messages=messages))[0] == 200
         assert len(prefill.seen) == 2, "it is another chat"

@@ -27,12 +27,11 @@ def _rank_of(ranked: tuple[Rank, object]) -> Rank:
 
 
 class Ranking(Generic[Item]):
-    """Items in the order of their ranks. `number` is an item's bit in masks, and its own."""
+    """Items in the order of their ranks. The last part of a rank is its item's own number, the bit of it in masks."""
 
     def __init__(self) -> None:
         self._order: list[Rank] = []
         self._ranked: dict[int, tuple[Rank, Item]] = {}  # by number
-        self._numbers: dict[str, int] = {}  # by the last part of the rank
 
     def __len__(self) -> int:
         return len(self._order)
@@ -41,23 +40,21 @@ class Ranking(Generic[Item]):
         """All items, in no order."""
         return [item for _, item in self._ranked.values()]
 
-    def put(self, item: Item, number: int, rank: Rank) -> None:
+    def put(self, item: Item, rank: Rank) -> None:
         """Ranks an item, afresh where it was ranked before."""
-        before = self._ranked.get(number)
+        before = self._ranked.get(rank[-1])
         if before is not None:
             if before[0] == rank:
                 return
             del self._order[bisect_left(self._order, before[0])]
         insort(self._order, rank)
-        self._ranked[number] = rank, item
-        self._numbers[rank[-1]] = number
+        self._ranked[rank[-1]] = rank, item
 
     def remove(self, number: int) -> None:
         """Removes an item; an unknown one is ignored."""
         entry = self._ranked.pop(number, None)
         if entry is not None:
             del self._order[bisect_left(self._order, entry[0])]
-            del self._numbers[entry[0][-1]]
 
     def best(self, mask: int, passes: Callable[[Item], bool]) -> tuple[Rank, Item] | None:
         """The best item of the mask that passes; None if none does."""
@@ -68,9 +65,8 @@ class Ranking(Generic[Item]):
                 return best
             return next((entry for entry in sorted(ranked, key=_rank_of) if passes(entry[1])), None)
         for rank in self._order:
-            number = self._numbers[rank[-1]]
-            if mask >> number & 1 and passes(self._ranked[number][1]):
-                return self._ranked[number]
+            if mask >> rank[-1] & 1 and passes(self._ranked[rank[-1]][1]):
+                return self._ranked[rank[-1]]
         return None
 
 
@@ -91,13 +87,13 @@ class Candidates:
         """Ranks a worker by its load now."""
         load = worker.load
         assert load is not None
-        rooms = len(worker.rooms), worker.peer
+        rooms = len(worker.rooms), worker.peer, worker.number
         if worker.role == "prefill":
-            self.prefill.put(worker, worker.number, (worker.prompt_tokens, load.rooms_queued, *rooms))
+            self.prefill.put(worker, (worker.prompt_tokens, load.rooms_queued, *rooms))
             return
-        self.decode.put(worker, worker.number, (-worker.slots_left(enable_hisparse=False), *rooms))
+        self.decode.put(worker, (-worker.slots_left(enable_hisparse=False), *rooms))
         if load.enable_hisparse:
-            self.sparse.put(worker, worker.number, (-worker.slots_left(enable_hisparse=True), *rooms))
+            self.sparse.put(worker, (-worker.slots_left(enable_hisparse=True), *rooms))
         else:
             self.sparse.remove(worker.number)
 
@@ -189,7 +185,7 @@ class CandidatesByModel:
                 del self._of[facts[0]]
 
 
-WorkerPair: TypeAlias = Pair[Worker | None, Worker]  # without a prefill worker decode computes the rest of a prompt
+WorkerPair: TypeAlias = Pair[Worker]
 
 
 def _no_pair_reason(prefills: Collection[Model], decodes: Collection[Model], model: str | None) -> str:
@@ -340,7 +336,7 @@ class FreeSlots:
         for level in self._holders.levels(keys):
             candidate = decodes.best(level.mask, passes)
             if candidate is not None:
-                (negative, rooms, peer), worker = candidate
+                (negative, rooms, peer, _), worker = candidate
                 ranked = (-self._score(-negative, tokens, level.blocks), rooms, peer)
                 if best is None or ranked < best[0]:
                     best = ranked, worker

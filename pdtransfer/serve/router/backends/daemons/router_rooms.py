@@ -87,27 +87,6 @@ LEG: dict[tuple[Leg, LegEvent], Leg] = {
 }
 
 
-class RouterRoom(Word):
-    """A room as its client sees it. One that is FINISHED or FAILED stays until both legs have ended."""
-
-    OPEN = "open"
-    FINISHED = "finished"
-    FAILED = "failed"
-
-
-class RouterEvent(Word):
-    """What happens to a room at its router."""
-
-    FINISH = "finish"
-    FAIL = "fail"
-
-
-ROUTER_ROOM: dict[tuple[RouterRoom, RouterEvent], RouterRoom] = {
-    (RouterRoom.OPEN, RouterEvent.FINISH): RouterRoom.FINISHED,
-    (RouterRoom.OPEN, RouterEvent.FAIL): RouterRoom.FAILED,
-}
-
-
 @dataclass(slots=True, eq=False)
 class RoomLeg:
     """A room on one worker."""
@@ -166,7 +145,7 @@ class AnswerSoFar:
 
 @dataclass(slots=True, eq=False)
 class RoutedRoom:
-    """One attempt at a request."""
+    """One attempt at a request. Once its client waits for it no more it stays until both legs have ended."""
 
     id: int
     request_id: int  # the id of the request's first room
@@ -178,7 +157,7 @@ class RoutedRoom:
     so_far: AnswerSoFar | None = None  # None: the request is not resumed
     keys: RunningKeys | None = None  # of its prompt's blocks and its answer's, where decode may compute the next turn
     repeats: int | None = None  # the id that decode has to send first, which was delivered already
-    state: RouterRoom = RouterRoom.OPEN
+    is_open: bool = True  # its client waits for it
     received: int = 0
     cause: Cause = Cause.ABORTED  # why it failed
 
@@ -203,7 +182,7 @@ def rooms_by_progress(rooms: Iterable[RoutedRoom]) -> dict[str, int]:
     """Counts the router's rooms by what their client waits for."""
     counts = Counter({"waiting": 0, "generating": 0, "ending": 0})
     for room in rooms:
-        if room.state is not RouterRoom.OPEN or all(leg.state is Leg.ENDED for leg in room.legs):
+        if not room.is_open or all(leg.state is Leg.ENDED for leg in room.legs):
             counts["ending"] += 1
         else:
             counts["generating" if room.received else "waiting"] += 1

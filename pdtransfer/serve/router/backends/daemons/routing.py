@@ -45,20 +45,15 @@ from .router_effects import (
     Retry,
     RoomReport,
     RoutingEffect,
-    WorkerChanged,
-    WorkerLeft,
 )
 from .router_rooms import (
     LEG,
-    ROUTER_ROOM,
     AnswerSoFar,
     CompletionRequest,
     Leg,
     LegEvent,
     RoomLeg,
     RoutedRoom,
-    RouterEvent,
-    RouterRoom,
     dense,
 )
 from .worker_pool import WorkerPool
@@ -74,7 +69,7 @@ class Routing:
     ) -> None:  # fmt: skip
         self._limits, self._mint = limits, mint
         self._effects: list[RoutingEffect] = []
-        self.workers = WorkerPool(identity, prefill, decode, limits, self._effects_append, self._lost)
+        self.workers = WorkerPool(identity, prefill, decode, limits, self._effects.append, self._lost)
         self._rooms: dict[int, RoutedRoom] = {}
         self._requests: dict[int, RoutedRoom] = {}  # by request id: the room that may still answer
         self._timers: Timers[tuple[str, int]] = Timers()
@@ -137,7 +132,7 @@ class Routing:
         room = self._requests.get(request)
         if room is not None:
             self.workers.answered(room.decode.worker, room.keys)
-            self._end_on_workers(room, RouterEvent.FINISH, Cause.ABORTED, now)
+            self._end_on_workers(room, Cause.ABORTED, now)
             self._finish(room, _report(room, ended=False))
         return self._take()
 
@@ -295,7 +290,7 @@ class Routing:
         if leg.state is Leg.ENDED:
             self._effects.append(Send(leg.worker.peer, Ended(room.id)))
             return
-        if leg is room.decode and room.state is RouterRoom.OPEN and end.reason in SUCCESSES:
+        if leg is room.decode and room.is_open and end.reason in SUCCESSES:
             tokens_max = room.request.sampling.max_tokens
             if not room.received <= end.tokens <= tokens_max:
                 text = f"End counts {end.tokens} tokens, {room.received} came, max_tokens is {tokens_max}"
@@ -312,7 +307,7 @@ class Routing:
         self._effects.append(Send(leg.worker.peer, Ended(room.id)))
         # Prefill ends a room as aborted because decode has given it up: the cause is decode's, whose End is on its way.
         secondary = leg is room.prefill and end.reason == Cause.ABORTED.value and room.decode.state is not Leg.ENDED
-        if leg is room.decode and end.reason in SUCCESSES and room.state is RouterRoom.OPEN:
+        if leg is room.decode and end.reason in SUCCESSES and room.is_open:
             self.workers.answered(leg.worker, room.keys)
         if end.reason not in SUCCESSES and not secondary:
             cause = Cause.of(end.reason, Cause.ENGINE)
@@ -333,7 +328,7 @@ class Routing:
         now: float,
     ) -> None:  # fmt: skip
         """One leg failed. The room fails too, unless the leg was a prefill that had done its part."""
-        if room.state is RouterRoom.OPEN and (leg is room.decode or not room.landed):
+        if room.is_open and (leg is room.decode or not room.landed):
             self._fail(room, tuple(leg.worker for leg in faulty), cause, detail, retry_ms, now)
 
     def _settle(self, room: RoutedRoom) -> None:
@@ -342,9 +337,9 @@ class Routing:
             self.workers.left(leg.worker)
         if any(leg.state is not Leg.ENDED for leg in room.legs):
             return
-        if room.state is RouterRoom.OPEN:
+        if room.is_open:
             assert room.decode.end is not None
-            room.state = step(ROUTER_ROOM, room.state, RouterEvent.FINISH)
+            room.is_open = False
             self._finish(room, _report(room))
         del self._rooms[room.id]
         self._timers.clear(("deadline", room.id))
@@ -353,9 +348,10 @@ class Routing:
         del self._requests[room.request_id]
         self._effects.append(Finish(room.request_id, report))
 
-    def _end_on_workers(self, room: RoutedRoom, event: RouterEvent, cause: Cause, now: float) -> None:
+    def _end_on_workers(self, room: RoutedRoom, cause: Cause, now: float) -> None:
         """Ends the room for its client, and cancels it on the workers that have not ended it."""
-        room.state, room.cause = step(ROUTER_ROOM, room.state, event), cause
+        assert room.is_open
+        room.is_open, room.cause = False, cause
         self._timers.set(("deadline", room.id), now + self._limits.room_deadline_ms / 1e3)
         for leg in room.legs:
             if leg.state is not Leg.ENDED:
@@ -370,7 +366,7 @@ class Routing:
             for worker in blamed:
                 worker.mark_full(now + retry_ms / 1e3, enable_hisparse=room.request.enable_hisparse)
         retry, report = self._retry(room, blamed, cause, now), _report(room)
-        self._end_on_workers(room, RouterEvent.FAIL, cause, now)
+        self._end_on_workers(room, cause, now)
         if retry is not None:
             resumed = room.so_far is not None and room.so_far.repeated is not None
             if room.so_far is not None and resumed:
@@ -428,7 +424,7 @@ class Routing:
         return request, pair
 
     def _deadline(self, room: RoutedRoom, now: float) -> None:
-        if room.state is RouterRoom.OPEN:
+        if room.is_open:
             if now < room.deadline:
                 self._timers.set(("deadline", room.id), room.deadline)
             else:
@@ -461,11 +457,9 @@ class Routing:
         self._timers.set((leg.worker.role, room.id), now + leg.repeat_ms / 1e3)
         self._effects.append(Send(leg.worker.peer, message))
 
-    def _effects_append(self, effect: Send | WorkerChanged | WorkerLeft) -> None:
-        self._effects.append(effect)
-
     def _take(self) -> list[RoutingEffect]:
-        effects, self._effects = self._effects, []
+        effects = self._effects.copy()
+        self._effects.clear()  # the workers' are appended to the same list
         return effects
 
 

@@ -57,37 +57,28 @@ class RoutingMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields current gauges, and counters of the core and the bus."""
-        yield GaugeMetricFamily(
-            "pdtransfer_rooms", "Rooms that have not ended on both workers", self._routing.room_count
-        )
-        yield CounterMetricFamily("pdtransfer_retries", "Requests tried again after a failure", self._routing.retries)
-        yield CounterMetricFamily(
-            "pdtransfer_resumptions", "Answers that went on in another room after a failure", self._routing.resumptions
-        )
-        placed = self._routing.prefix_tokens
-        yield CounterMetricFamily(
-            "pdtransfer_prefix_placed_tokens", "Prompt tokens placed where they were cached", placed
-        )
-        yield CounterMetricFamily(
-            "pdtransfer_requests_kept",
-            "Requests that decode was to compute: it held earlier turns",
-            self._routing.stayed,
-        )
-        yield CounterMetricFamily("pdtransfer_bus_sent", "Messages sent", self._bus.sent)
-        yield CounterMetricFamily("pdtransfer_bus_received", "Messages received", self._bus.received)
-        yield CounterMetricFamily("pdtransfer_bus_dropped", "Messages that could not be sent", self._bus.dropped)
+        core, bus = self._routing, self._bus
+        yield GaugeMetricFamily("pdtransfer_rooms", "Rooms that have not ended on both workers", core.room_count)
+        for name, text, count in (
+            ("retries", "Requests tried again after a failure", core.retries),
+            ("resumptions", "Answers that went on in another room after a failure", core.resumptions),
+            ("prefix_placed_tokens", "Prompt tokens placed where they were cached", core.prefix_tokens),
+            ("requests_kept", "Requests that decode was to compute: it held earlier turns", core.stayed),
+            ("bus_sent", "Messages sent", bus.sent),
+            ("bus_received", "Messages received", bus.received),
+            ("bus_dropped", "Messages that could not be sent", bus.dropped),
+        ):
+            yield CounterMetricFamily(f"pdtransfer_{name}", text, count)
         served = GaugeMetricFamily(
             "pdtransfer_model_usable", "1 for each model that a request may name", labels=["model"]
         )
-        for model in list(self._routing.workers.models())[:METRICS_LABELS_MAX]:
+        for model in list(core.workers.models())[:METRICS_LABELS_MAX]:
             served.add_metric([model], 1)
-        yield served
         labels = ["peer", "role"]
         usable = GaugeMetricFamily("pdtransfer_worker_usable", "1 if the worker accepts rooms", labels=labels)
         free = GaugeMetricFamily("pdtransfer_worker_slots_free", "Free slots in the last Load", labels=labels)
-        for worker in self._routing.workers.by_peer.values():
+        for worker in core.workers.by_peer.values():
             usable.add_metric([worker.peer, worker.role], worker.usable)
             if worker.load is not None:
                 free.add_metric([worker.peer, worker.role], worker.load.slots_free)
-        yield usable
-        yield free
+        yield from (served, usable, free)

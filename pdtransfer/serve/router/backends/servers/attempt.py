@@ -100,7 +100,7 @@ class Relay:
     @property
     def asks_early(self) -> bool:
         """Whether prefill may answer before decode in this attempt."""
-        may = self.early and self._count == 1 and self.metrics.early_wrong < EARLY_WRONG_MAX
+        may = self.early and self._count == 1 and self.metrics.first_tokens_wrong < EARLY_WRONG_MAX
         return may and self.dialect.answers_early(self.request)
 
     def _begun(self, attempt: Attempt) -> None:
@@ -146,8 +146,8 @@ class Relay:
         client.retried |= self._count > 0
         client.prefill, client.decode = "" if pair.prefill is None else pair.prefill.name, pair.decode.name
         metrics.retries += self._count > 0
-        metrics.served_alone += pair.prefill is None and pair.computed is None
-        metrics.kept += pair.computed is not None
+        metrics.requests_without_prefill += pair.prefill is None and pair.computed is None
+        metrics.requests_kept += pair.computed is not None
         return pair
 
     def _failed(self, why: AttemptFailedError, pair: ServerPair) -> None:
@@ -205,7 +205,7 @@ class Attempt:
         if self._response is None and self._early is not None:
             self.status, self.headers, self.events = 200, {"Content-Type": f"{EVENTS}; charset=utf-8"}, True
             self.shown = self._early
-            self._metrics.early += 1
+            self._metrics.first_tokens_early += 1
 
     async def _join(self, response: aiohttp.ClientResponse) -> None:
         """Reads both answers to their ends, and makes one of them. Raises AttemptFailedError."""
@@ -277,7 +277,7 @@ class Attempt:
                 async with self._upstream.waiting(self.pair.decode):
                     piece = self._checked(await _next_bytes(self._response, events=self.events))
             except AttemptFailedError:
-                self._metrics.cut_answers += 1
+                self._metrics.answers_cut += 1
                 raise
         return piece
 
@@ -303,7 +303,7 @@ class Attempt:
                     new += shown.behind(bytes(rest[:end]))
                     del rest[:end]
         except RemoteProtocolError as error:
-            self._metrics.early_wrong += 1
+            self._metrics.first_tokens_wrong += 1
             text = f"{self.pair.decode.name}: does not go on behind prefill's first token, which was passed on: {error}"
             log.warning("request %s: %s", self._request.request_id, text)
             raise AttemptFailedError(text, Cause.ENGINE, (), again=False) from None
@@ -326,7 +326,7 @@ class Attempt:
             self._prefill.add_done_callback(self._compare)
         if complete and not self.events and (received := received_of(self._tail)) is not None:
             self._client.kv_bytes, self._client.kv_lost = received.kv_bytes, received.kv_lost
-            self._metrics.computed += received.kv_lost
+            self._metrics.prompts_computed += received.kv_lost
 
     def _compare(self, _: object) -> None:
         """Both have answered: notes whether later chats of this kind may begin with prefill's first token."""

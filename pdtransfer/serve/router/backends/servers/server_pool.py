@@ -95,7 +95,7 @@ class Server:
         return self.why or self.departure.value
 
 
-ServerPair: TypeAlias = Pair[Server | None, Server]  # without a prefill server decode computes the prompt
+ServerPair: TypeAlias = Pair[Server]
 
 
 def none_healthy(role: str, servers: Sequence[Server]) -> NoPair:

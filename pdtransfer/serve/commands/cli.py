@@ -51,9 +51,6 @@ _from(
     "daemons",
     prefill="Runs a prefill daemon: computes prompts and writes their KV into decode's memory.",
     decode="Runs a decode daemon: owns the arena, and generates from it.",
-)
-_from(
-    "demo_command",
     demo="Starts everything on this host, sends prompts, and checks each answer against a single process.",
 )
 _from("workers", workers="Lists, adds, drains and removes the workers of a running router.")

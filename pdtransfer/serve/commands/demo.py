@@ -84,38 +84,33 @@ def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) ->
     for number in config.cards:
         if number is not None:
             driver.check(number)
-    return uvloop.run(_until_stopped(config, Standing(router, metrics) if router else None))
-
-
-async def _until_stopped(config: DemoConfig, standing: Standing | None) -> int:
-    """SIGTERM or closing the terminal stops the daemons too, as Ctrl-C does."""
-    loop, demo = asyncio.get_running_loop(), asyncio.ensure_future(_run(config, standing))
-    stopped: list[int] = []
-
-    def stop(number: int) -> None:
-        stopped.append(number)
-        demo.cancel()
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        return await demo
-    except asyncio.CancelledError:
-        if not stopped:
-            raise
-        return 128 + stopped[0]
+    return uvloop.run(_run(config, Standing(router, metrics) if router else None))
 
 
 async def _run(config: DemoConfig, standing: Standing | None) -> int:
-    with tempfile.TemporaryDirectory(prefix="pdtransfer-demo-") as logs:
+    """SIGTERM or closing the terminal stops the daemons too, as Ctrl-C does."""
+    loop, stopped = asyncio.get_running_loop(), list[int]()
+    with tempfile.TemporaryDirectory(prefix="pdtransfer-demo-") as folder:
+        logs = Path(folder)
+        demo = asyncio.ensure_future(_show(config, logs, standing))
+
+        def stop(number: int) -> None:
+            stopped.append(number)
+            demo.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, stop, number)
         try:
-            status = await _show(config, Path(logs), standing)
+            if status := await demo:
+                _print_warnings(logs)
+            return status
         except PDTransferError:
-            _print_warnings(Path(logs))
+            _print_warnings(logs)
             raise
-        if status:
-            _print_warnings(Path(logs))
-    return status
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
+            return 128 + stopped[0]
 
 
 async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> int:
@@ -176,14 +171,18 @@ def _fleet(config: DemoConfig, model: DemoModel, texts: Sequence[str], logs: Pat
         )
         for number in range(config.prefill)
     ]  # fmt: skip
-    limits = replace(LIMITS, hisparse_wait_steps=2, hisparse_quantum_steps=6) if config.hisparse else LIMITS
+    limits = LIMITS
+    hisparse: dict[str, Any] = {}
+    if config.hisparse:  # the device has room for few requests
+        hot, limits = _hot_tokens(model), replace(LIMITS, hisparse_wait_steps=2, hisparse_quantum_steps=6)
+        device = HOT_REQUESTS * (hot + 1)
+        hisparse = {"enable_hisparse": True, "hot_tokens": hot, "device_slots": device, "dense_slots": 64}
     decode = [
         DecodeConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", model=config.model, slots=slots,
             page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=limits,
             socket_directory=logs / "sockets", engine_option=options, device=config.devices[1], verify=config.verify,
-            tp_size=config.decode_tp, transport=config.transport, timeline=config.timeline,
-            **(_hisparse(_hot_tokens(model)) if config.hisparse else {}),
+            tp_size=config.decode_tp, transport=config.transport, timeline=config.timeline, **hisparse,
         )
         for number in range(config.decode)
     ]  # fmt: skip
@@ -191,13 +190,6 @@ def _fleet(config: DemoConfig, model: DemoModel, texts: Sequence[str], logs: Pat
         listen="127.0.0.1:0", node="router", limits=LIMITS, timeline=config.timeline, model=config.model
     )  # fmt: skip
     return Fleet(prefill, decode, router, logs)
-
-
-def _hisparse(hot: int) -> dict[str, Any]:
-    """Settings of a decode daemon whose device has room for few HiSparse requests."""
-    return {
-        "enable_hisparse": True, "hot_tokens": hot, "device_slots": HOT_REQUESTS * (hot + 1), "dense_slots": 64,
-    }  # fmt: skip
 
 
 def _hot_tokens(model: DemoModel) -> int:
@@ -355,22 +347,18 @@ def make_report(
     """Returns the report that `--json` prints."""
     done = [answer for answer in answers if answer.facts]
     handoffs_ms = sorted(a.facts["handoff_us"] / 1e3 for a in done if a.facts.get("handoff_us") is not None)
-    copied = [(a.facts["kv_bytes"], a.facts["copy_us"]) for a in done]
-    copy_us = sum(us for _, us in copied)
+    kv_bytes, copy_us = (sum(answer.facts[name] for answer in done) for name in ("kv_bytes", "copy_us"))
     tokens = sum(answer.tokens for answer in answers)
+    fleet = ("prefill", "decode", "prefill_tp", "prefill_pp", "decode_tp")
     return {
         "requests": len(answers),
         "identical": sum(answer.identical for answer in answers),
         "all_identical": all(answer.identical for answer in answers),
         "differ": sorted({name for answer in answers for name in answer.differs}),
         "failed": sum(bool(answer.error) for answer in answers),
-        "handed_over": sum(byte_count > 0 for byte_count, _ in copied),
-        "prefill": config.prefill,
-        "decode": config.decode,
-        "prefill_tp": config.prefill_tp,
-        "prefill_pp": config.prefill_pp,
-        "decode_tp": config.decode_tp,
-        "bytes": sum(byte_count for byte_count, _ in copied),
+        "handed_over": sum(answer.facts["kv_bytes"] > 0 for answer in done),
+        **{name: getattr(config, name) for name in fleet},
+        "bytes": kv_bytes,
         "prompt_tokens": sum(answer.prompt_tokens for answer in done),
         "cached_tokens": sum(answer.cached for answer in done),
         "tokens": tokens,
@@ -379,7 +367,7 @@ def make_report(
         "tokens_per_s": round(tokens / seconds, 1),
         "handoff_ms_p50": round(median(handoffs_ms), 3) if handoffs_ms else None,
         "handoff_ms_p99": round(handoffs_ms[ceil(0.99 * (len(handoffs_ms) - 1))], 3) if handoffs_ms else None,
-        "copy_gb_s": round(sum(b for b, _ in copied) / copy_us / 1e3, 3) if copy_us else None,
+        "copy_gb_s": round(kv_bytes / copy_us / 1e3, 3) if copy_us else None,
         "slots_leaked": leaked,
     }
 

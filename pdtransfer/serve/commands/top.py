@@ -75,10 +75,8 @@ class _Screen:
 
 def run(url: str, *, key: Path | None, interval_s: float, once: bool, json: bool) -> int:
     """The command `pdtransfer top`; returns its exit status. Raises ConfigError and WorldError."""
-    source, console = (
-        StatusSource(url, "" if key is None else read_api_key(key)),
-        Console(highlight=False, markup=False, emoji=False),
-    )
+    source = StatusSource(url, "" if key is None else read_api_key(key))
+    console = Console(highlight=False, markup=False, emoji=False)
     try:
         if json:
             print(source.json())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rich.cells import set_cell_size
 from rich.text import Text
@@ -20,6 +21,7 @@ FAILURES_MIN = 4  # lines kept for failures where workers would take them all
 STYLES = {"ready": "green", "draining": "yellow", "starting": "cyan", "connecting": "bold red", "unusable": "bold red"}
 BAR, BAR_ASCII = "█▒·", "#x."  # used, in quarantine, free
 BAR_WIDTH = 10
+Figure = TypeVar("Figure", int, float)
 
 
 def view(
@@ -115,21 +117,14 @@ def _columns(width: int, *, ascii_only: bool) -> list[Column]:
     columns = [
         Column("ROOMS", 7, _rooms, always=True),
         Column("SLOTS", BAR_WIDTH + 5, lambda worker: slots_bar(worker.slots, ascii_only=ascii_only), left=True),
-        Column("GB/S", 6, lambda worker: "" if worker.kv_gb_s is None else number(worker.kv_gb_s)),
-        Column("TOK/S", 6, lambda worker: "" if worker.tokens_s is None else number(worker.tokens_s)),
-        Column("HOT", 5, lambda worker: percent(worker.hot_hit_ratio)),
-        Column("QUAR", 7, _quarantine),
-        Column("PREFIX", 6, lambda worker: percent(worker.prefix_hit_ratio), from_width=100),
-        Column(
-            "DONE", 7, lambda worker: "" if worker.rooms_done is None else number(worker.rooms_done), from_width=100
-        ),
-        Column(
-            "FAILED",
-            6,
-            lambda worker: "" if worker.rooms_failed is None else number(worker.rooms_failed),
-            from_width=100,
-        ),
-        Column("UP", 8, lambda worker: "" if worker.uptime_s is None else duration(worker.uptime_s), from_width=120),
+        Column("GB/S", 6, lambda worker: _known(worker.kv_gb_s, number)),
+        Column("TOK/S", 6, lambda worker: _known(worker.tokens_s, number)),
+        Column("HOT", 5, lambda worker: _known(worker.hot_hit_ratio, percent)),
+        Column("QUAR", 7, lambda worker: _known(worker.quarantined_bytes, byte_count)),
+        Column("PREFIX", 6, lambda worker: _known(worker.prefix_hit_ratio, percent), from_width=100),
+        Column("DONE", 7, lambda worker: _known(worker.rooms_done, number), from_width=100),
+        Column("FAILED", 6, lambda worker: _known(worker.rooms_failed, number), from_width=100),
+        Column("UP", 8, lambda worker: _known(worker.uptime_s, duration), from_width=120),
         Column("BY STATE", 30, lambda worker: _counts(worker.rooms or {}), left=True, from_width=150),
         Column("SESSIONS", 14, lambda worker: _counts(worker.sessions or {}), left=True, from_width=180),
         Column(
@@ -185,8 +180,8 @@ def _rooms(worker: WorkerStatus) -> str:
     return f"{worker.rooms_running}+{worker.rooms_queued}" if worker.rooms_queued else str(worker.rooms_running)
 
 
-def _quarantine(worker: WorkerStatus) -> str:
-    return "" if worker.quarantined_bytes is None else byte_count(worker.quarantined_bytes)
+def _known(figure: Figure | None, form: Callable[[Figure], str]) -> str:
+    return "" if figure is None else form(figure)
 
 
 def _failures(failures: list[FailureStatus], width: int) -> list[Text]:
@@ -250,9 +245,9 @@ def byte_count(value: int) -> str:
     return f"{value}B" if value else "0"
 
 
-def percent(value: float | None) -> str:
-    """Returns a ratio as a percentage, an empty text for None."""
-    return "" if value is None else f"{value * 100:.0f}%"
+def percent(value: float) -> str:
+    """Returns a ratio as a percentage."""
+    return f"{value * 100:.0f}%"
 
 
 def milliseconds(value: float) -> str:

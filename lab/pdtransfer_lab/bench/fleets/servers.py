@@ -283,8 +283,8 @@ def server_process(
     environment["PYTHONPATH"] = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment |= variables
     with log.open("wb") as out:
-        # A group of its own: the engine's processes end with the server.
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)  # noqa: S603
+        # A group of its own: the engine's processes end with the server. No session: Linux may share the cores by it.
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, process_group=0)  # noqa: S603
     try:
         yield process
     finally:

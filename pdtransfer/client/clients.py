@@ -312,9 +312,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         grants, time_left_s = None if grants is None else integer("grants", grants), seconds("time_left_s", time_left_s)
         peers = None if peers is None else listed("peers", peers, str)
         self._check_begins(room, tokens)
-        self._begin(
-            room, self._node.open, room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers
-        )  # fmt: skip
+        self._begin(room, self._node.open, room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers)
 
     def push(
         self,
@@ -420,17 +418,9 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
 
         async def start() -> DecodeNode:
             return DecodeNode(
-                settings,
-                components,
-                arena,
-                self._port.to_engine,
-                options=options,
-                enable_hisparse=enable_hisparse,
-                engine_slots=engine_slots,
-                stand_ins=stand_ins,
-                prefix_cache=prefix_cache,
-                verify=verify,
-            )
+                settings, components, arena, self._port.to_engine, options=options, enable_hisparse=enable_hisparse,
+                engine_slots=engine_slots, stand_ins=stand_ins, prefix_cache=prefix_cache, verify=verify,
+            )  # fmt: skip
 
         super().__init__(start, settings, drains=engine_slots)
 

@@ -46,6 +46,7 @@ from ..transports.hbm_copier import HbmCopier
 from ..transports.options import ArenaOptions, of_node
 from ..transports.select import DecodeTransports, on_loopback
 from ..transports.verifier import Verifier
+from ..transports.works import Tasks
 from ..wire import Goodbye, Message, Registered
 from .core_driver import EffectRunner, LoopClock, Ticker
 from .settings import NO_OTHERS, NodeSettings, Others, PeerTimed
@@ -87,11 +88,9 @@ class DecodeNode:
         self._clock = LoopClock.among_peers(settings.limits.ping_ms)
         # To be verified, rows have to land where this process can read them: in the arena.
         self.transport = DecodeTransports(
-            arena,
-            of_node(options or ArenaOptions(), settings.guard, self._keep_line),
-            hbm_direct=not verify,
+            arena, of_node(options or ArenaOptions(), settings.guard, self._keep_line), hbm_direct=not verify,
             lost=self._unoffered,
-        )
+        )  # fmt: skip
         core = self.core = DecodeSessions(
             settings.identity("decode", transports=self.transport.taken),
             components,
@@ -110,7 +109,7 @@ class DecodeNode:
             unusable_changed=unusable_changed,
         )
         self._quarantined, self._since = quarantined, dict[LeaseEntry, tuple[str, str, float]]()
-        self._offers: set[asyncio.Task[None]] = set()
+        self._offers = Tasks()
         self._arena, self._backs_late = arena, arena.needed < arena.byte_count  # its staging buffer
         self._backing: asyncio.Task[None] | None = None  # of the buffer, from the first writer on that needs it
         self._closing = False
@@ -263,9 +262,7 @@ class DecodeNode:
             case RoomLeased():
                 self._leased(effect.room)
             case Offer(peer, session):
-                task = asyncio.get_running_loop().create_task(self._offer(peer, session))
-                self._offers.add(task)
-                task.add_done_callback(self._offers.discard)
+                self._offers.spawn(self._offer(peer, session))
             case Fence(session):
                 self.bus.detach(session)
                 if self.transport.fence(session):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from ..bus.gone import Gone
@@ -40,6 +40,7 @@ from ..transports.copier import CANCELLED
 from ..transports.device_events import Event, EventQueue, GateEvent
 from ..transports.options import WriterOptions, of_node
 from ..transports.select import PrefillTransports
+from ..transports.works import Tasks
 from ..wire import Goodbye, Grant, Landed, Member, Message, Released
 from .core_driver import EffectRunner, LoopClock, Ticker
 from .settings import NO_OTHERS, NodeSettings, Others, PeerTimed
@@ -73,13 +74,9 @@ class PrefillNode:
         self._on_event, self._others, self._spans, self._handed_off = on_event, others, spans, handed_off
         self._loop, self._clock = asyncio.get_running_loop(), LoopClock.among_peers(settings.limits.ping_ms)
         self.transport = PrefillTransports(
-            tuple(components),
-            of_node(writer or WriterOptions(), settings.guard, self._keep_line),
-            wrote=self._wrote,
-            spans=spans,
-            lost=self._end_writer,
-            wake_hint=self._wake_hint,
-        )
+            tuple(components), of_node(writer or WriterOptions(), settings.guard, self._keep_line),
+            wrote=self._wrote, spans=spans, lost=self._end_writer, wake_hint=self._wake_hint,
+        )  # fmt: skip
         holds = holds_of(components, settings.ranks, replicas or {})
         identity = settings.identity("prefill", holds, self.transport.taken)
         core = self.core = PrefillSessions(
@@ -94,7 +91,7 @@ class PrefillNode:
         self._run: EffectRunner[PrefillEffect] = EffectRunner(self._perform, ticker)
         self._events = EventQueue(self._broken)
         self._held: dict[tuple[int, int], list[Write]] = {}  # by session and grant, whose gates are closed
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._fencing: set[int] = set()  # sessions
         self._started_ns: dict[tuple[int, int], int] = {}
         self._landed_ns: dict[int, dict[int, int]] = {}  # by session and grant, until it is acknowledged
@@ -231,7 +228,7 @@ class PrefillNode:
                     self._loop.call_soon(self._wrote, order, Outcome.FAILED, CANCELLED, 0)
                 self.transport.cancel(session, grant)
             case Map():
-                self._spawn(self._map(effect))
+                self._tasks.spawn(self._map(effect))
             case Unmap(session):
                 self._landed_ns.pop(session, None)
                 self.bus.detach(session)
@@ -308,15 +305,10 @@ class PrefillNode:
             byte_count=rows * layout.row_bytes_of(*order.layers) if layout is not None else 0,
         )  # fmt: skip
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def _end_writer(self, session: int) -> None:
         if session not in self._fencing:
             self._fencing.add(session)
-            self._spawn(self._fence(session))
+            self._tasks.spawn(self._fence(session))
 
     async def _fence(self, session: int) -> None:
         fenced = await self.transport.fence(session)

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
+from typing import Generic, TypeVar
 
 from ..bus.keys import Address, is_loopback
 from ..errors import ConfigError, TransportError, WorldError
@@ -22,9 +23,11 @@ from ..memory.arena_memory import ArenaMemory
 from ..wire import Identity, Reach, split_key
 from .base import ArenaTransport, Ready, WakeHint, WriterTransport, Wrote
 from .gpu_launcher import WriterGpu, prepare_copies
-from .options import ArenaOptions, WriterOptions
+from .options import ArenaOptions, Network, WriterOptions
 from .registry import TRANSPORTS, check
 from .shm.handover import host
+
+Side = TypeVar("Side", ArenaTransport, WriterTransport)
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +107,38 @@ def _different(host: str, theirs: Identity) -> list[str]:
     return [name for name, ours, theirs in zip(names, host.split(), place.split(), strict=False) if ours != theirs]
 
 
-class DecodeTransports:
+class _NodeTransports(Generic[Side]):
+    """The transports of a node, and which of them each session has."""
+
+    def __init__(self, taken: tuple[str, ...], network: Network) -> None:
+        self.taken, self._guard = taken, network.guard
+        self._made: dict[str, Side] = {}
+        self._names: dict[int, str] = {}  # by session
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many sessions each transport has."""
+        return {name: sum(chosen == name for chosen in self._names.values()) for name in self.taken}
+
+    def name_of(self, session: int) -> str:
+        """The transport of a session; empty for none."""
+        return self._names.get(session, "")
+
+    def _of(self, session: int) -> Side | None:
+        return self._made.get(self.name_of(session))
+
+    def _forget(self, session: int) -> None:
+        self._names.pop(session, None)
+        if self._guard is not None:
+            self._guard.forget(session)
+
+    async def close(self) -> None:
+        """Stops handing over, or waits for what is in flight and unmaps everything."""
+        for transport in self._made.values():
+            await transport.close()
+
+
+class DecodeTransports(_NodeTransports[ArenaTransport]):
     """What a decode rank's arena is offered over: each session has its transport from `offer` until `forget`.
 
     Make it on the loop's thread. Raises ConfigError or TransportError where the transport of `options` cannot be used.
@@ -120,31 +154,16 @@ class DecodeTransports:
     ) -> None:
         """`lost` is called for a session whose hand-over has ended by itself: it is quiet."""
         check(options.transport, options.network)
-        self.taken = taken(options.transport)
-        self._made = {
+        super().__init__(taken(options.transport), options.network)
+        self._made |= {
             name: TRANSPORTS[name].arena(arena, options, hbm_direct=hbm_direct, lost=lost) for name in self.taken
         }
-        self._sessions: dict[int, ArenaTransport] = {}
         self._here, self._host, self._auto = place(), options.network.host, options.transport == "auto"
-        self._guard = options.network.guard
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many sessions each transport has."""
-        return {
-            name: sum(chosen is transport for chosen in self._sessions.values())
-            for name, transport in self._made.items()
-        }
-
-    def name_of(self, session: int) -> str:
-        """The transport of a session; empty for none."""
-        transport = self._sessions.get(session)
-        return next((name for name, candidate in self._made.items() if candidate is transport), "")
 
     async def offer(self, session: int, endpoint: str, theirs: Identity, *, loopback: bool = False) -> Reach:
         """As ArenaTransport.offer, to the prefill that was dialled at `endpoint`, perhaps on `loopback`."""
         name, reason = (choose_near if loopback and self._auto else choose)(self.taken, self._here, theirs)
-        transport = self._sessions[session] = self._made[name]
+        self._names[session], transport = name, self._made[name]
         log.info("session %#x with %s: over %s: %s", session, theirs.node, name, reason)
         own_host, spared = "", ""
         if TRANSPORTS[name].any_host:
@@ -152,7 +171,7 @@ class DecodeTransports:
                 own_host = await asyncio.get_running_loop().run_in_executor(None, own_address, endpoint)
             elif self._guard is not None and self._guard.peers_only:
                 spared = await asyncio.get_running_loop().run_in_executor(None, elsewhere, endpoint, own_host)
-            if session not in self._sessions:  # nothing would ever end what is begun for it
+            if session not in self._names:  # nothing would ever end what is begun for it
                 raise TransportError("the session has ended meanwhile")
         if self._guard is not None and TRANSPORTS[name].listens_everywhere:
             self._guard.expect(session, endpoint, spared=spared)
@@ -160,25 +179,19 @@ class DecodeTransports:
 
     def fence(self, session: int) -> bool:
         """Revokes what was offered; whether the session is quiet by now."""
-        if (transport := self._sessions.get(session)) is None:
+        if (transport := self._of(session)) is None:
             return True
         transport.revoke(session)
         return transport.quiet(session)
 
     def forget(self, session: int) -> None:
         """Drops what is kept of a session that was proven quiet."""
-        if (transport := self._sessions.pop(session, None)) is not None:
+        if (transport := self._of(session)) is not None:
+            self._forget(session)
             transport.forget(session)
-            if self._guard is not None:
-                self._guard.forget(session)
-
-    async def close(self) -> None:
-        """Stops handing over."""
-        for transport in self._made.values():
-            await transport.close()
 
 
-class PrefillTransports:
+class PrefillTransports(_NodeTransports[WriterTransport]):
     """What a prefill rank writes with: each session has the transport that its Reach names, from `map` until `unmap`.
 
     A transport is made when the first session wants it, since each has threads.
@@ -197,8 +210,7 @@ class PrefillTransports:
         """`wrote` gets the end of each write, `spans` each launch of a GPU. `lost` is called for a session that can
         write no more, and is to be fenced; `wake_hint` as in WakeHint."""
         check(options.transport, options.network)
-        self.taken = taken(options.transport, loopback=options.network.loopback)
-        self._guard = options.network.guard
+        super().__init__(taken(options.transport, loopback=options.network.loopback), options.network)
         gpu = self._gpu = None if options.device is None else WriterGpu(options.device, spans)
         self._make = {
             name: partial(
@@ -206,8 +218,6 @@ class PrefillTransports:
             )
             for name in self.taken
         }
-        self._made: dict[str, WriterTransport] = {}
-        self._sessions: dict[int, WriterTransport] = {}
         self._loop, self._closing = asyncio.get_running_loop(), False
         self._wrote = wrote
 
@@ -218,17 +228,6 @@ class PrefillTransports:
             prepare_copies(self._gpu)
         except WorldError as error:
             log.warning("the GPU cannot copy rows: %s", error)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many sessions each transport has."""
-        sessions = self._sessions.values()
-        return {name: sum(transport is self._made.get(name) for transport in sessions) for name in self.taken}
-
-    def name_of(self, session: int) -> str:
-        """The transport of a session; empty for none."""
-        transport = self._sessions.get(session)
-        return next((name for name, candidate in self._made.items() if candidate is transport), "")
 
     async def map(
         self,
@@ -248,13 +247,12 @@ class PrefillTransports:
             raise TransportError("this writer is closing")
         if name not in self._made:
             self._made[name] = self._make[name]()
-        transport = self._sessions[session] = self._made[name]
+        self._names[session], transport = name, self._made[name]
         if self._guard is not None and TRANSPORTS[name].listens_everywhere:
             self._guard.expect(session, peer)
         try:
             bytes_ready = await transport.map(session, reach, components, more, landing=landing)
         except BaseException:
-            self._sessions.pop(session, None)
             self._forget(session)
             raise
         log.info("session %#x: over %s", session, name)
@@ -262,49 +260,44 @@ class PrefillTransports:
 
     def hbm_direct(self, session: int) -> bool:
         """As WriterTransport.hbm_direct."""
-        return (transport := self._sessions.get(session)) is not None and transport.hbm_direct(session)
+        return (transport := self._of(session)) is not None and transport.hbm_direct(session)
 
     def unmap(self, session: int) -> None:
         """As WriterTransport.unmap."""
-        if (transport := self._sessions.pop(session, None)) is not None:
+        if (transport := self._of(session)) is not None:
             log.info("session %#x: ended", session)
             self._forget(session)
             transport.unmap(session)
 
-    def _forget(self, session: int) -> None:
-        if self._guard is not None:
-            self._guard.forget(session)
-
     def expect_rows(self, session: int, component: int, extents: Extents) -> None:
         """As WriterTransport.expect_rows, of a session that may be mapped no more."""
-        if (transport := self._sessions.get(session)) is not None:
+        if (transport := self._of(session)) is not None:
             transport.expect_rows(session, component, extents)
 
     def sleeps_on_cuda(self, session: int) -> bool:
         """As WriterTransport.sleeps_on_cuda, of a session that may be mapped no more."""
-        return (transport := self._sessions.get(session)) is not None and transport.sleeps_on_cuda
+        return (transport := self._of(session)) is not None and transport.sleeps_on_cuda
 
     def write(self, order: Write) -> None:
         """As WriterTransport.write, of a session that may be mapped no more."""
-        if (transport := self._sessions.get(order.session)) is None:
+        if (transport := self._of(order.session)) is None:
             self._loop.call_soon(self._wrote, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
         else:
             transport.write(order)
 
     def cancel(self, session: int, grant: int) -> None:
         """As WriterTransport.cancel."""
-        if (transport := self._sessions.get(session)) is not None:
+        if (transport := self._of(session)) is not None:
             transport.cancel(session, grant)
 
     async def fence(self, session: int) -> bool:
         """As WriterTransport.fence; the last write of a session that is mapped no more has ended."""
-        return (transport := self._sessions.get(session)) is None or await transport.fence(session)
+        return (transport := self._of(session)) is None or await transport.fence(session)
 
     async def close(self) -> None:
-        """Waits for what is in flight, and unmaps everything."""
+        """As _NodeTransports; a session that comes meanwhile is refused."""
         self._closing = True
-        for transport in self._made.values():
-            await transport.close()
+        await super().close()
 
 
 def elsewhere(endpoint: str, host: str) -> str:

@@ -1,9 +1,10 @@
-"""Works that threads do for a loop: who has begun them may stop them, and the loop gets the end of each once."""
+"""Works that threads do for a loop: who has begun them may stop them, and the loop gets the end of each once. And the
+loop's own tasks, until they are done."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -13,6 +14,16 @@ from ..layout.checksum import MASK
 from ..threads import LoopCalls
 
 Turn: TypeAlias = tuple[int, int]  # session and grant: what takes turns, and is stopped
+
+
+class Tasks(set[asyncio.Task[None]]):
+    """Tasks of the loop whose thread this is, that are not done."""
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Begins one."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.add(task)
+        task.add_done_callback(self.discard)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

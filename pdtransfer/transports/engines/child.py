@@ -41,9 +41,8 @@ else:
 HELLO = struct.Struct("<BB")
 PORT = struct.Struct("<H")
 ORDER = struct.Struct("<BxxxIIQQ")  # kind, slot, number of operations, offset of their table in the ring, turn
-CARD = struct.Struct(
-    "<16s64sQQQ"
-)  # of a GPU's memory: its UUID, CUDA's handle, first byte there, bytes, place; see main
+# Of a GPU's memory: its UUID, CUDA's handle, first byte there, bytes, place; see main.
+CARD = struct.Struct("<16s64sQQQ")
 SPAN = struct.Struct("<QQ")  # addresses: first, end
 CARD_AT = struct.Struct("<Q")  # the address of a GPU's memory; 0 where it is not reached, and a text follows
 CARD_PACKET_BYTES_MAX = CARD.size + 4_096 * SPAN.size

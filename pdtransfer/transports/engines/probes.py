@@ -30,14 +30,9 @@ def why_not_loaded(code: str, *arguments: str) -> str:
     empty where it does not. Raises TimeoutError, with the reason."""
     try:
         tried = subprocess.run(  # noqa: S603 (our own line)
-            [sys.executable, "-c", code, *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_IMPORT_S,
-            env=child_environment(),
-            check=False,
-        )
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, errors="replace",
+            timeout=_IMPORT_S, env=child_environment(), check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"does not load within {_IMPORT_S:.0f} s") from None
     if not tried.returncode:

@@ -182,11 +182,12 @@ class Cut:
 
     def gather(self, piece: Piece, source_slots: Int64s) -> Plan:
         """From the pool into a slot of the ring; `source_slots` are the whole write's."""
-        return plan(self._sides_of(piece).inwards, source_slots[piece.first : piece.end], _rows(piece))
+        return plan(self._sides_of(piece).inwards, source_slots[piece.first : piece.end], np.arange(piece.rows))
 
     def runs(self, piece: Piece, target_slots: Int64s) -> Int64s:
         """From a slot of the ring into the arena, as Plan.byte_runs."""
-        return plan(self._sides_of(piece).outwards, _rows(piece), target_slots[piece.first : piece.end]).byte_runs()
+        outwards, rows = self._sides_of(piece).outwards, np.arange(piece.rows)
+        return plan(outwards, rows, target_slots[piece.first : piece.end]).byte_runs()
 
     def all_runs(self, target_slots: Int64s) -> Int64s | None:
         """As `runs`, for all rows of a write as if one slot held them, ascending by the offset in it. None where the
@@ -271,24 +272,15 @@ class Cut:
         return table, place
 
 
-def _rows(piece: Piece) -> Int64s:
-    """The rows of a piece, as numbered in its slot."""
-    return np.arange(piece.rows)
-
-
 def cut(pairing: Pairing, *, paged: bool = False) -> Cut:
     """How rows of this pairing pass through a ring."""
-    _check_planes(pairing)
+    if not pairing.row_bytes:
+        raise TransportError("a write of no bytes")
     pairing = _narrowed(pairing)
     whole = Cut(pairing=pairing, woven=True, paged=paged)
     table, place = whole.columns(Piece(first=0, end=1, low=0, high=len(pairing.table), room=1))
     staged = replace(pairing, table=_table(place, table[:, 3:6], table[:, 6:]), source_page_size=1, source_slots=1)
     return whole if len(staged.fused().table) < len(table) else replace(whole, woven=len(table) == 1)
-
-
-def _check_planes(pairing: Pairing) -> None:
-    if not pairing.row_bytes:
-        raise TransportError("a write of no bytes")
 
 
 def _narrowed(pairing: Pairing) -> Pairing:

@@ -16,14 +16,11 @@ class MooncakeLibrary:
 
     name, driver = "mooncake", os.path.join(os.path.dirname(__file__), "driver.py")
     card = card.__file__
-
+    why_not = staticmethod(why_not)
     by_name_alone, dials_itself, open_ports = False, False, "can read and write the arena"
 
     def reads_pool(self, network: Network) -> bool:
         return network.protocol == "tcp"  # else what is read has to be registered
-
-    def why_not(self) -> str:
-        return why_not()
 
     def check(self, network: Network) -> None:
         del network  # without an RDMA device its engines use TCP

@@ -17,7 +17,7 @@ class NixlLibrary:
 
     name, driver = "nixl", os.path.join(os.path.dirname(__file__), "driver.py")
     card = ""  # no memory but the arena, as below
-
+    why_not, check = staticmethod(why_not), staticmethod(check)
     by_name_alone = True  # over TCP, UCX writes and reads any address of the process that a peer names
     dials_itself = True  # each agent has a connection to itself, for copies that nobody here asks for
     open_ports = "can read and write the arena, and run code as this user"
@@ -25,12 +25,6 @@ class NixlLibrary:
     def reads_pool(self, network: Network) -> bool:
         del network
         return False  # for the same reason: its process has no memory but the arena, or the send ring
-
-    def why_not(self) -> str:
-        return why_not()
-
-    def check(self, network: Network) -> None:
-        check(network)
 
     def environment(self, network: Network, *, engines: int, host: str) -> dict[str, str]:
         del engines

@@ -289,7 +289,8 @@ async def receive(
     except TimeoutError:
         raise TransportError(f"{reach.address}: no answer within {seconds:g} s") from None
     except OSError as error:
-        raise TransportError(f"{reach.address}: {error.strerror}{_hint(error)}") from None
+        hint = "; containers must share the directory" if isinstance(error, FileNotFoundError) else ""
+        raise TransportError(f"{reach.address}: {error.strerror}{hint}") from None
 
 
 def _check_reachable(reach: Reach) -> None:
@@ -305,12 +306,6 @@ def _check_reachable(reach: Reach) -> None:
         raise TransportError(f"address {reach.address!r} is longer than {PATH_BYTES_MAX} bytes")
     if len(reach.token) != TOKEN_BYTES:
         raise TransportError(f"token: {len(reach.token)} bytes, not {TOKEN_BYTES}")
-
-
-def _hint(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "; containers must share the directory"
-    return ""
 
 
 async def _connect(peer: socket.socket, address: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import mmap
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from ..copier import CANCELLED, Copier, CopyWork, attempt, copy_job
 from ..gpu_launcher import Exported, WriterGpu, prepare_copies
 from ..gpu_writer import GpuWrite, GpuWriter, Staged
 from ..options import WriterOptions
-from ..works import Work
+from ..works import Tasks, Work
 from .entering import EnteredArena, parts_of
 from .handover import receive
 
@@ -125,7 +125,7 @@ class ShmWriter:
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pdtransfer-enter")  # for rows that are granted
         self._due = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-due")  # for rows that are computed
-        self._tasks = set[asyncio.Task[None]]()
+        self._tasks = Tasks()
         self._sessions: dict[int, _Session] = {}
         self._closing = False
         self._unmapped = asyncio.Event()
@@ -164,13 +164,8 @@ class ShmWriter:
             raise
         mapped.arena = arena
         ready = mapped.grantable(arena)
-        self._spawn(self._follow(session, mapped, arena, ready, more))
+        self._tasks.spawn(self._follow(session, mapped, arena, ready, more))
         return ready
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _follow(self, session: int, mapped: _Session, arena: _WritableArena, ready: int, more: Ready) -> None:
         """Enters the rest, step by step, and reports what its owner backs meanwhile. After a step the next one comes at
@@ -282,14 +277,13 @@ class ShmWriter:
         mapped.writes += 1
         if mapped.arena.awaits(order.component):
             mapped.held[order.write] = order
-            self._spawn(self._write_entered(mapped, mapped.arena, order))
+            self._tasks.spawn(self._write_entered(mapped, mapped.arena, order))
         else:
             self._start(mapped, mapped.arena, order)
 
     async def _write_entered(self, mapped: _Session, arena: _WritableArena, order: Write) -> None:
         """Starts a write once its slots are entered, unless it was cancelled meanwhile."""
         text = ""
-
         try:
             pairing = mapped.pairing(arena, order.component, order.layers)
             await self._enter_rows(
@@ -312,12 +306,12 @@ class ShmWriter:
         if mapped is None or (arena := mapped.arena) is None or mapped.leaving or not arena.awaits(component):
             return
 
-        async def attempt() -> None:
+        async def enter() -> None:
             parts, wanted = partial(parts_of, arena.pairings[component], extents), lambda: not mapped.leaving
             with suppress(PDTransferError, RuntimeError):  # no thread starts while the interpreter exits
                 await self._enter_rows(session, mapped, self._ahead, parts=parts, wanted=wanted)
 
-        self._spawn(attempt())
+        self._tasks.spawn(enter())
 
     async def _enter_rows(
         self,
@@ -419,9 +413,8 @@ class ShmWriter:
         if self._sessions:
             await self._unmapped.wait()
         await self._writer.close()
-        await in_thread(self._apart.shutdown)
-        await in_thread(self._ahead.shutdown)
-        await in_thread(self._due.shutdown)
+        for threads in (self._apart, self._ahead, self._due):
+            await in_thread(threads.shutdown)
 
 
 def _discard(attached: Future[_WritableArena]) -> None:

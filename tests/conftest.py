@@ -12,7 +12,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -33,6 +33,8 @@ from tests.support.effort import (
     is_in_part,
 )
 from tests.support.waiting import on_loop
+
+Made = TypeVar("Made")
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -120,6 +122,14 @@ def _restore_signals() -> None:
     for number, handler in SIGNALS.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture
+def marked(request: pytest.FixtureRequest) -> Callable[[Callable[..., Made]], Made]:
+    """Makes what a test is about, with the arguments of its mark and of its module's."""
+    marks = list(request.node.iter_markers("given"))
+    arguments = {name: value for mark in reversed(marks) for name, value in mark.kwargs.items()}
+    return lambda make: make(*(marks[0].args if marks else ()), **arguments)
 
 
 @pytest.fixture

@@ -6,11 +6,13 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any, Generic, TypeVar
 
 import uvloop
 
+Value = TypeVar("Value")
 PATIENCE_S = 60.0  # for anything that takes milliseconds on a quiet machine
 
 
@@ -34,21 +36,51 @@ def wait_for(condition: Callable[[], Any], what: object = "", seconds: float = P
     return found
 
 
-def run_on_loop(case: Callable[[], Awaitable[None]]) -> None:
+class Running(Generic[Value]):
+    """What the tests of a module share, on the loop that it lives on: an `async def test_` gets the value, and runs
+    there."""
+
+    def __init__(self, runner: asyncio.Runner, value: Value) -> None:
+        self.runner, self.value = runner, value
+
+
+def standing(context: AbstractAsyncContextManager[Value]) -> Iterator[Running[Value]]:
+    """Enters it on a loop of its own, and leaves it behind: `yield from` in a fixture."""
+    with asyncio.Runner() as runner:
+        value = runner.run(context.__aenter__())
+        try:
+            yield Running(runner, value)
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+
+
+def run_on_loop(case: Callable[[], Awaitable[None]], run: Callable[..., object] = uvloop.run) -> None:
     """Runs it on a loop of its own, for a bounded time."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(2 * PATIENCE_S):
+        async with asyncio.timeout(4 * PATIENCE_S):
             await case()
 
-    uvloop.run(bounded())
+    run(bounded())
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Runs a test, which may have fixtures and parameters, on a loop of its own."""
+    """Runs a test on a loop of its own, or on that of an argument that is Running. Arguments that are asynchronous
+    contexts are entered there, and left behind it."""
 
     @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        run_on_loop(lambda: test(*args, **kwargs))
+    def run(*args: Any, **given: Any) -> None:
+        runners = [each.runner.run for each in given.values() if isinstance(each, Running)]
+
+        async def case() -> None:
+            async with AsyncExitStack() as stack:
+                for name, value in given.items():
+                    if isinstance(value, Running):
+                        given[name] = value.value
+                    elif isinstance(value, AbstractAsyncContextManager):
+                        given[name] = await stack.enter_async_context(value)
+                await test(*args, **given)
+
+        run_on_loop(case, *runners)
 
     return run

@@ -29,7 +29,7 @@ from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequests
 from tests.serve.router.client_keys import A, B, C, bearer, written
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 
 def basic(credentials: str) -> str:
@@ -198,7 +198,7 @@ def test_a_request_that_raises_is_not_open_any_more() -> None:
 
 
 @pytest.mark.parametrize("engine", ["pdtransfer", "vllm", "sglang"])
-def test_a_router_of_any_engine_lets_only_known_keys_through_over_tls(
+async def test_a_router_of_any_engine_lets_only_known_keys_through_over_tls(
     engine: str, tmp_path: Path, pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = written(tmp_path / "keys", f"{A} a\n{B} b rate=1\n")
@@ -209,9 +209,7 @@ def test_a_router_of_any_engine_lets_only_known_keys_through_over_tls(
     ended = EndedRequests()
     ended.subscribe(lambda record: names.append(fields_of(record)["key_name"]))
     trusted = ssl.create_default_context(cafile=str(pair[0]))
-
-    @on_loop
-    async def case() -> None:
+    with caplog.at_level(logging.INFO):
         router = router_of(config, ended)
         address = await router.open()
         try:
@@ -244,20 +242,17 @@ def test_a_router_of_any_engine_lets_only_known_keys_through_over_tls(
         finally:
             await router.close()
             asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
-
-    with caplog.at_level(logging.INFO):
-        case()
     lines = [record.getMessage() for record in caplog.records]
     assert not [line for line in lines for key in (A, B, C) if key in line], "keys are never logged"
     assert names == ["a"]
     assert len([line for line in lines if "other refusals not logged" in line]) <= 5
 
 
-def test_an_oversized_header_is_refused_and_shows_in_no_log(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+async def test_an_oversized_header_is_refused_and_shows_in_no_log(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     config = RouterConfig(listen="127.0.0.1:0", node="r", api_keys=written(tmp_path / "keys", A))
-
-    @on_loop
-    async def case() -> None:
+    with caplog.at_level(logging.INFO):
         router = router_of(config)
         host, _, port = (await router.open()).rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -265,9 +260,6 @@ def test_an_oversized_header_is_refused_and_shows_in_no_log(caplog: pytest.LogCa
         assert (await reader.readline()).split()[1] == b"400"
         writer.close()
         await router.close()
-
-    with caplog.at_level(logging.INFO):
-        case()
     assert [record.getMessage() for record in caplog.records if record.name == requests_log.name]
     assert A not in caplog.text
 

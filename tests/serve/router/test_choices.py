@@ -24,28 +24,27 @@ from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.wire import End, Logprobs, unpack_ids
 from tests.serve.router.router_site import LIMITS, Site, parse, site
 from tests.support.openai_types import checked_answer
-from tests.support.waiting import run_on_loop, until
+from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 
 
-async def test_a_chat_is_one_prompt_and_its_answer_has_a_message() -> None:
-    async with site() as it:
-        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-        messages = [{"role": "system", "content": "x"}, {"role": "user", "content": parts}]
-        status, content, _ = await it.post(CHAT, messages=messages, max_tokens=4, logprobs=True, top_logprobs=2)
-        assert status == 200
-        answer = checked_answer(content, chat=True)
-        prompt = "system: x\nuser: ab\nassistant: "
-        assert bytes(unpack_ids("", it.decode[0].begun[0].prompt).tolist()).decode() == prompt
-        (choice,) = answer.choices
-        assert (choice.message.content, choice.message.role) == (prompt[::-1][:4], "assistant")
-        assert [(each.token, each.logprob, each.bytes) for each in choice.logprobs.content][:2] == [
-            (" ", -0.5, [32]), (":", -0.5, [58]),
-        ]  # fmt: skip
-        assert [each.logprob for each in choice.logprobs.content[0].top_logprobs] == [-1.0, -2.0]
-        assert answer.usage.total_tokens == len(prompt) + 4
-        assert content["pdtransfer"]["decode"] == "d0"
+async def test_a_chat_is_one_prompt_and_its_answer_has_a_message(site: Site) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": parts}]
+    status, content, _ = await site.post(CHAT, messages=messages, max_tokens=4, logprobs=True, top_logprobs=2)
+    assert status == 200
+    answer = checked_answer(content, chat=True)
+    prompt = "system: x\nuser: ab\nassistant: "
+    assert bytes(unpack_ids("", site.decode[0].begun[0].prompt).tolist()).decode() == prompt
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.message.role) == (prompt[::-1][:4], "assistant")
+    assert [(each.token, each.logprob, each.bytes) for each in choice.logprobs.content][:2] == [
+        (" ", -0.5, [32]), (":", -0.5, [58]),
+    ]  # fmt: skip
+    assert [each.logprob for each in choice.logprobs.content[0].top_logprobs] == [-1.0, -2.0]
+    assert answer.usage.total_tokens == len(prompt) + 4
+    assert content["pdtransfer"]["decode"] == "d0"
 
 
 CALL = ChatCompletionMessageFunctionToolCall(
@@ -78,14 +77,14 @@ SENT_BACK: list[tuple[Any, str]] = [  # a message as OpenAI's client has it, and
 ]
 
 
-async def test_openais_client_sends_back_whatever_a_chat_is_made_of() -> None:
-    async with site() as router, openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="-") as client:
+async def test_openais_client_sends_back_whatever_a_chat_is_made_of(site: Site) -> None:
+    async with openai.AsyncOpenAI(base_url=site.url + "/v1", api_key="-") as client:
         for sent in [SENT_BACK, *([message] for message in SENT_BACK)]:
             answer = await client.chat.completions.create(
                 model="m", messages=[message for message, _ in sent], max_tokens=1
             )
             assert answer.choices[0].finish_reason == "length"
-            prompt = bytes(unpack_ids("", router.decode[0].begun[-1].prompt).tolist()).decode()
+            prompt = bytes(unpack_ids("", site.decode[0].begun[-1].prompt).tolist()).decode()
             assert prompt == "".join(f"{line}\n" for _, line in sent) + "assistant: "
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(
@@ -94,52 +93,50 @@ async def test_openais_client_sends_back_whatever_a_chat_is_made_of() -> None:
         assert refused.value.param == "messages[1].content"
 
 
-async def test_several_prompts_and_choices_are_one_answer_in_order() -> None:
+@pytest.mark.given(decode=2, limits=replace(LIMITS, slow_ms=LIMITS.silence_ms - 1))
+async def test_several_prompts_and_choices_are_one_answer_in_order(site: Site) -> None:
     # On a busy host this process may stand still: no worker is taken for slow then, and passed over.
-    async with site(decode=2, limits=replace(LIMITS, slow_ms=LIMITS.silence_ms - 1)) as it:
-        for worker in it.decode:
-            worker.gate.clear()  # no room ends before all are placed
-        task = asyncio.create_task(it.post(prompt=["abc", "xy"], n=2, max_tokens=4, logprobs=1, echo=False))
-        await until(lambda: sum(len(worker.begun) for worker in it.decode) == 4)
-        for worker in it.decode:
-            worker.gate.set()
-        status, content, _ = await task
-        assert status == 200
-        answer = checked_answer(content, chat=False)
-        assert [(choice.index, choice.text) for choice in answer.choices] == [
-            (0, "cbac"), (1, "cbac"), (2, "yxyx"), (3, "yxyx"),
-        ]  # fmt: skip
-        assert answer.choices[2].logprobs.tokens == ["y", "x", "y", "x"]
-        assert answer.choices[2].logprobs.text_offset == [0, 1, 2, 3]
-        assert answer.choices[2].logprobs.top_logprobs[0] == {"\0": -1.0, "y": -0.5}
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 16)
-        assert content["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}  # of each prompt once
-        assert [each["decode"] for each in content["pdtransfer"]].count("d0") == 2
-        assert it.router.open_requests.count == 0
+    for worker in site.decode:
+        worker.gate.clear()  # no room ends before all are placed
+    task = asyncio.create_task(site.post(prompt=["abc", "xy"], n=2, max_tokens=4, logprobs=1, echo=False))
+    await until(lambda: sum(len(worker.begun) for worker in site.decode) == 4)
+    for worker in site.decode:
+        worker.gate.set()
+    status, content, _ = await task
+    assert status == 200
+    answer = checked_answer(content, chat=False)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [
+        (0, "cbac"), (1, "cbac"), (2, "yxyx"), (3, "yxyx"),
+    ]  # fmt: skip
+    assert answer.choices[2].logprobs.tokens == ["y", "x", "y", "x"]
+    assert answer.choices[2].logprobs.text_offset == [0, 1, 2, 3]
+    assert answer.choices[2].logprobs.top_logprobs[0] == {"\0": -1.0, "y": -0.5}
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 16)
+    assert content["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}  # of each prompt once
+    assert [each["decode"] for each in content["pdtransfer"]].count("d0") == 2
+    assert site.router.open_requests.count == 0
 
 
-async def test_the_prompt_is_echoed_before_each_choice() -> None:
-    async with site() as it:
-        _, content, _ = await it.post(prompt=["abc", "\u20ac"], max_tokens=3, echo=True)
-        assert [each["text"] for each in content["choices"]] == ["abccba", "\u20ac\ufffd\ufffd\ufffd"]
-        _, content, _ = await it.post(prompt=[97, 98], max_tokens=2, echo=True)
-        assert content["choices"][0]["text"] == "abba"
+async def test_the_prompt_is_echoed_before_each_choice(site: Site) -> None:
+    _, content, _ = await site.post(prompt=["abc", "\u20ac"], max_tokens=3, echo=True)
+    assert [each["text"] for each in content["choices"]] == ["abccba", "\u20ac\ufffd\ufffd\ufffd"]
+    _, content, _ = await site.post(prompt=[97, 98], max_tokens=2, echo=True)
+    assert content["choices"][0]["text"] == "abba"
 
 
-async def test_a_stop_string_cancels_its_room_alone() -> None:
-    async with site() as it:
-        it.decode[0].more.clear()  # after three tokens nothing more comes until it is let go
-        task = asyncio.create_task(it.post(prompt=["xabc", "abc"], max_tokens=9, stop="ba"))
-        await until(lambda: len(it.decode[0].stopped) == 2)
-        status, content, _ = await task
-        assert [(each["text"], each["finish_reason"]) for each in content["choices"]] == [("c", "stop")] * 2
-        assert (status, content["usage"]["completion_tokens"]) == (200, 6)
-        assert content["usage"]["prompt_tokens_details"] is None
-        await until(lambda: it.backend.routing.room_count == 0)
-        it.decode[0].more.set()
-        _, content, _ = await it.post(prompt=["xabc", "abc"], max_tokens=5, stop="xc")
-        assert [each["text"] for each in content["choices"]] == ["cba", "cbacb"]
-        assert [each["finish_reason"] for each in content["choices"]] == ["stop", "length"]
+async def test_a_stop_string_cancels_its_room_alone(site: Site) -> None:
+    site.decode[0].more.clear()  # after three tokens nothing more comes until it is let go
+    task = asyncio.create_task(site.post(prompt=["xabc", "abc"], max_tokens=9, stop="ba"))
+    await until(lambda: len(site.decode[0].stopped) == 2)
+    status, content, _ = await task
+    assert [(each["text"], each["finish_reason"]) for each in content["choices"]] == [("c", "stop")] * 2
+    assert (status, content["usage"]["completion_tokens"]) == (200, 6)
+    assert content["usage"]["prompt_tokens_details"] is None
+    await until(lambda: site.backend.routing.room_count == 0)
+    site.decode[0].more.set()
+    _, content, _ = await site.post(prompt=["xabc", "abc"], max_tokens=5, stop="xc")
+    assert [each["text"] for each in content["choices"]] == ["cba", "cbacb"]
+    assert [each["finish_reason"] for each in content["choices"]] == ["stop", "length"]
 
 
 async def failing(site: Site, *, stream: bool) -> tuple[int, bytes]:
@@ -162,130 +159,123 @@ async def failing(site: Site, *, stream: bool) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_failure_fails_the_answer_and_cancels_the_other_rooms(stream: bool) -> None:
-    async with site() as it:
-        status, content = await failing(it, stream=stream)
-        if stream:
-            *_, last = content.decode().strip().split("\n\n")
-            assert (status, json.loads(last.removeprefix("data: "))["error"]["code"]) == (200, "engine")
-        else:
-            assert (status, json.loads(content)["error"]["code"]) == (500, "engine")
-        await until(lambda: len(it.decode[0].stopped) == 2)
-        await until(lambda: it.backend.routing.room_count == 0)
-        assert it.router.open_requests.count == it.router.open_requests.prompts_bytes == 0
-        assert not it.backend._choices
+async def test_one_failure_fails_the_answer_and_cancels_the_other_rooms(site: Site, stream: bool) -> None:
+    status, content = await failing(site, stream=stream)
+    if stream:
+        *_, last = content.decode().strip().split("\n\n")
+        assert (status, json.loads(last.removeprefix("data: "))["error"]["code"]) == (200, "engine")
+    else:
+        assert (status, json.loads(content)["error"]["code"]) == (500, "engine")
+    await until(lambda: len(site.decode[0].stopped) == 2)
+    await until(lambda: site.backend.routing.room_count == 0)
+    assert site.router.open_requests.count == site.router.open_requests.prompts_bytes == 0
+    assert not site.backend._choices
 
 
-async def test_a_room_that_cannot_begin_takes_the_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with site() as it:
-        it.decode[0].gate.clear()
-        submit, calls = it.backend.routing.submit, []
+async def test_a_room_that_cannot_begin_takes_the_others_with_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.decode[0].gate.clear()
+    submit, calls = site.backend.routing.submit, []
 
-        def refusing(request, now):
-            calls.append(request)
-            return Refusal(Cause.FULL, "full", 1_000) if len(calls) == 3 else submit(request, now)
+    def refusing(request, now):
+        calls.append(request)
+        return Refusal(Cause.FULL, "full", 1_000) if len(calls) == 3 else submit(request, now)
 
-        monkeypatch.setattr(it.backend.routing, "submit", refusing)
-        status, content, response = await it.post(prompt="abc", n=4, max_tokens=2)
-        assert (status, content["error"]["code"], response.headers["Retry-After"]) == (429, "full", "1")
-        assert len(calls) == 3
-        await until(lambda: it.backend.routing.room_count == 0)
-        assert not it.backend._choices
-
-
-async def test_rooms_of_one_request_count_one_by_one() -> None:
-    async with site(limits=replace(LIMITS, rooms_max=3)) as it:
-        status, content, _ = await it.post(prompt="a", n=4)
-        assert (status, content["error"]["param"]) == (400, "n")
-        assert not it.decode[0].begun
-        assert (await it.post(prompt="a", n=3))[0] == 200
-        it.router.open_requests.prompts_bytes = it.router._config.limits.prompts_bytes_max - 20
-        assert (await it.post(prompt="abc", n=2))[0] == 429
-        assert (await it.post(prompt="ab", n=2))[0] == 200
-        assert (await it.post(prompt=["a", "b"], echo=True))[0] == 200
-        assert (await it.post(prompt="ab", n=2, echo=True))[0] == 200
-        it.router.open_requests.prompts_bytes += 1
-        assert (await it.post(prompt="ab", n=2, echo=True))[0] == 429
-        assert (await it.post(prompt="ab", n=2))[0] == 200
+    monkeypatch.setattr(site.backend.routing, "submit", refusing)
+    status, content, response = await site.post(prompt="abc", n=4, max_tokens=2)
+    assert (status, content["error"]["code"], response.headers["Retry-After"]) == (429, "full", "1")
+    assert len(calls) == 3
+    await until(lambda: site.backend.routing.room_count == 0)
+    assert not site.backend._choices
 
 
-async def test_others_have_their_turn_between_the_rooms_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with site() as it:
-        submit, turns, seen = it.backend.routing.submit, 0, []
+@pytest.mark.given(limits=replace(LIMITS, rooms_max=3))
+async def test_rooms_of_one_request_count_one_by_one(site: Site) -> None:
+    status, content, _ = await site.post(prompt="a", n=4)
+    assert (status, content["error"]["param"]) == (400, "n")
+    assert not site.decode[0].begun
+    assert (await site.post(prompt="a", n=3))[0] == 200
+    site.router.open_requests.prompts_bytes = site.router._config.limits.prompts_bytes_max - 20
+    assert (await site.post(prompt="abc", n=2))[0] == 429
+    assert (await site.post(prompt="ab", n=2))[0] == 200
+    assert (await site.post(prompt=["a", "b"], echo=True))[0] == 200
+    assert (await site.post(prompt="ab", n=2, echo=True))[0] == 200
+    site.router.open_requests.prompts_bytes += 1
+    assert (await site.post(prompt="ab", n=2, echo=True))[0] == 429
+    assert (await site.post(prompt="ab", n=2))[0] == 200
 
-        def watched(request, now):
-            seen.append(turns)
-            return submit(request, now)
 
-        monkeypatch.setattr(it.backend.routing, "submit", watched)
-        task = asyncio.create_task(it.post(prompt=["ab", "c"], n=2, max_tokens=2))
-        while not task.done():
-            turns += 1
-            await asyncio.sleep(0)
-        assert (await task)[0] == 200
-        assert len(set(seen)) == 4
+async def test_others_have_their_turn_between_the_rooms_of_one_request(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, turns, seen = site.backend.routing.submit, 0, []
+
+    def watched(request, now):
+        seen.append(turns)
+        return submit(request, now)
+
+    monkeypatch.setattr(site.backend.routing, "submit", watched)
+    task = asyncio.create_task(site.post(prompt=["ab", "c"], n=2, max_tokens=2))
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert (await task)[0] == 200
+    assert len(set(seen)) == 4
 
 
-async def test_a_disconnected_client_cancels_all_rooms() -> None:
-    async with site() as it:
-        it.decode[0].gate.clear()
-        task = asyncio.create_task(it.post(prompt="abc", n=3))
-        await until(lambda: len(it.decode[0].begun) == 3)
-        task.cancel()
-        await until(lambda: len(it.decode[0].stopped) == 3)
-        await until(lambda: it.backend.routing.room_count == 0)
+async def test_a_disconnected_client_cancels_all_rooms(site: Site) -> None:
+    site.decode[0].gate.clear()
+    task = asyncio.create_task(site.post(prompt="abc", n=3))
+    await until(lambda: len(site.decode[0].begun) == 3)
+    task.cancel()
+    await until(lambda: len(site.decode[0].stopped) == 3)
+    await until(lambda: site.backend.routing.room_count == 0)
 
 
 @pytest.mark.parametrize("stop", [None, "b"])
-def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None) -> None:
-    async def case() -> None:
-        count = 3 * TURN_TOKENS_MAX
-        body = {"prompt": "x", "n": 3, "max_tokens": count + 1, "logprobs": 0, "stop": stop}
-        completion = parse(json.dumps(body).encode(), seed=1)
-        news, turns, stopped = asyncio.Event(), 0, []
-        client = ClientRequest(node="r", path="/v1/completions", request_id="r-1")
-        choices: list[Choice] = []
-        scores = b"".join(Logprobs(-float(index)).pack() for index in range(count))
+async def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None) -> None:
+    count = 3 * TURN_TOKENS_MAX
+    body = {"prompt": "x", "n": 3, "max_tokens": count + 1, "logprobs": 0, "stop": stop}
+    completion = parse(json.dumps(body).encode(), seed=1)
+    news, turns, stopped = asyncio.Event(), 0, []
+    client = ClientRequest(node="r", path="/v1/completions", request_id="r-1")
+    choices: list[Choice] = []
+    scores = b"".join(Logprobs(-float(index)).pack() for index in range(count))
 
-        def stopping(request: int) -> None:
-            stopped.append(request)
-            choices[request].room_ended(Finish(request, RoomReport(1, "p", "d")), 0.0)
+    def stopping(request: int) -> None:
+        stopped.append(request)
+        choices[request].room_ended(Finish(request, RoomReport(1, "p", "d")), 0.0)
 
-        for index, room in enumerate(completion.rooms):
-            text = AnswerText(BytesText(), room.sampling, completion.stops, keep_stop=False)
-            choices.append(Choice(client, news, partial(stopping, index), text, echo="", began_s=0.0))
-        form = AnswerForm(chat=True, request=1, model="m", created=0, text=BytesText(), logprobs=True)
-        answer = Answer(completion, form, choices, news, lambda: None)
-        for index, choice in enumerate(choices):
-            choice.put([97] * count + [98], scores + Logprobs(-1.0).pack(), 0.0)
-            if index or stop is None:
-                choice.room_ended(Finish(index, RoomReport(1, "p", "d")), 0.0)
+    for index, room in enumerate(completion.rooms):
+        text = AnswerText(BytesText(), room.sampling, completion.stops, keep_stop=False)
+        choices.append(Choice(client, news, partial(stopping, index), text, echo="", began_s=0.0))
+    form = AnswerForm(chat=True, request=1, model="m", created=0, text=BytesText(), logprobs=True)
+    answer = Answer(completion, form, choices, news, lambda: None)
+    for index, choice in enumerate(choices):
+        choice.put([97] * count + [98], scores + Logprobs(-1.0).pack(), 0.0)
+        if index or stop is None:
+            choice.room_ended(Finish(index, RoomReport(1, "p", "d")), 0.0)
 
-        async def other() -> None:
-            nonlocal turns
-            while len(answer.ended) < len(choices):
-                turns += 1
-                await asyncio.sleep(0)
+    async def other() -> None:
+        nonlocal turns
+        while len(answer.ended) < len(choices):
+            turns += 1
+            await asyncio.sleep(0)
 
-        texts, own = ["", "", ""], [[], [], []]
-        task = asyncio.create_task(other())
-        while events := (await answer.more()).decode().split("\n\n")[:-1]:
-            gained = [
-                json.loads(event.removeprefix("data: "))["choices"][0] for event in events if "[DONE]" not in event
-            ]
-            assert sum(len(choice["delta"]["content"]) for choice in gained) <= TURN_TOKENS_MAX
-            for choice in gained:
-                index, delta = choice["index"], choice["delta"]
-                assert ("role" in delta) == (texts[index] == "")
-                texts[index] += delta["content"]
-                own[index] += [token["logprob"] for token in choice["logprobs"]["content"]]
-        await task
-        assert texts == ["a" * count + ("" if stop else "b")] * 3
-        assert own == [[-float(index) for index in range(count)] + ([] if stop else [-1.0])] * 3
-        assert (turns >= 9, stopped) == (True, [0] if stop else [])
-        assert [choice.tokens for choice in answer.ended] == [count + 1] * 3
-
-    run_on_loop(case)
+    texts, own = ["", "", ""], [[], [], []]
+    task = asyncio.create_task(other())
+    while events := (await answer.more()).decode().split("\n\n")[:-1]:
+        gained = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events if "[DONE]" not in event]
+        assert sum(len(choice["delta"]["content"]) for choice in gained) <= TURN_TOKENS_MAX
+        for choice in gained:
+            index, delta = choice["index"], choice["delta"]
+            assert ("role" in delta) == (texts[index] == "")
+            texts[index] += delta["content"]
+            own[index] += [token["logprob"] for token in choice["logprobs"]["content"]]
+    await task
+    assert texts == ["a" * count + ("" if stop else "b")] * 3
+    assert own == [[-float(index) for index in range(count)] + ([] if stop else [-1.0])] * 3
+    assert (turns >= 9, stopped) == (True, [0] if stop else [])
+    assert [choice.tokens for choice in answer.ended] == [count + 1] * 3
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -15,7 +15,7 @@ import pytest
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.tracing.ended_request import EndedRequest, TraceContext
-from tests.serve.router.router_site import LIMITS, Site, site
+from tests.serve.router.router_site import LIMITS, Site
 from tests.support.waiting import until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -36,68 +36,65 @@ async def ask(site: Site, headers: dict[str, str], **body: Any) -> tuple[int, Ma
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_is_recorded_with_its_ids_workers_and_times(stream: bool) -> None:
-    async with site() as it:
-        sent = {"X-Request-Id": "mine-1", "traceparent": f"00-{TRACE}-{PARENT}-01"}
-        status, headers, _ = await ask(it, sent, stream=stream)
-        assert (status, headers["X-Request-Id"]) == (200, "mine-1")
-        await until(lambda: len(it.ended) == 2)
-        (room,), (request,) = rooms(it), requests(it)
-        (begin,) = it.decode[0].begun
-        assert request.rooms == room.rooms == (begin.room,)
-        assert request.trace == room.trace == TraceContext.parse(begin.traceparent)
-        assert request.trace == TraceContext(TRACE, PARENT), "spans are not exported, so there is none of its own"
-        assert {each.request_id for each in it.decode[0].begun + it.prefill[0].begun} == {"mine-1"}
-        for record in (room, request):
-            assert (record.request_id, record.prefill, record.decode) == ("mine-1", "p0", "d0")
-            assert (record.state, record.reason, record.tokens, record.kv_bytes) == ("finished", "length", 7, 640)
-            assert (record.prompt_tokens, record.cached_tokens, record.stream) == (3, 2, stream)
-            assert (record.queue_s, record.prefill_s, record.transfer_s) == (0.001, 0.002, 0.003)
-            assert (record.admission_s, record.copy_s, record.model) == (0.004, 12e-6, "m")
-            assert record.first_token_s is not None
-            assert 0 < record.first_token_s <= record.total_s
-            assert record.token_s == (record.total_s - record.first_token_s) / 6
-            assert [span.name for span in record.spans] == ["to the first token", "from the first token on"]
-        assert (request.status, request.path) == (200, "/v1/completions")
+async def test_a_request_is_recorded_with_its_ids_workers_and_times(site: Site, stream: bool) -> None:
+    sent = {"X-Request-Id": "mine-1", "traceparent": f"00-{TRACE}-{PARENT}-01"}
+    status, headers, _ = await ask(site, sent, stream=stream)
+    assert (status, headers["X-Request-Id"]) == (200, "mine-1")
+    await until(lambda: len(site.ended) == 2)
+    (room,), (request,) = rooms(site), requests(site)
+    (begin,) = site.decode[0].begun
+    assert request.rooms == room.rooms == (begin.room,)
+    assert request.trace == room.trace == TraceContext.parse(begin.traceparent)
+    assert request.trace == TraceContext(TRACE, PARENT), "spans are not exported, so there is none of its own"
+    assert {each.request_id for each in site.decode[0].begun + site.prefill[0].begun} == {"mine-1"}
+    for record in (room, request):
+        assert (record.request_id, record.prefill, record.decode) == ("mine-1", "p0", "d0")
+        assert (record.state, record.reason, record.tokens, record.kv_bytes) == ("finished", "length", 7, 640)
+        assert (record.prompt_tokens, record.cached_tokens, record.stream) == (3, 2, stream)
+        assert (record.queue_s, record.prefill_s, record.transfer_s) == (0.001, 0.002, 0.003)
+        assert (record.admission_s, record.copy_s, record.model) == (0.004, 12e-6, "m")
+        assert record.first_token_s is not None
+        assert 0 < record.first_token_s <= record.total_s
+        assert record.token_s == (record.total_s - record.first_token_s) / 6
+        assert [span.name for span in record.spans] == ["to the first token", "from the first token on"]
+    assert (request.status, request.path) == (200, "/v1/completions")
 
 
-async def test_a_request_without_ids_gets_one_and_no_trace() -> None:
-    async with site() as it:
-        _, headers, _ = await ask(it, {"traceparent": "00-0-0-00"})
-        assert re.fullmatch(r"[0-9a-f]{32}", headers["X-Request-Id"])
-        (request,) = requests(it)
-        assert (request.request_id, request.trace) == (headers["X-Request-Id"], None)
-        assert it.decode[0].begun[0].traceparent == ""
+async def test_a_request_without_ids_gets_one_and_no_trace(site: Site) -> None:
+    _, headers, _ = await ask(site, {"traceparent": "00-0-0-00"})
+    assert re.fullmatch(r"[0-9a-f]{32}", headers["X-Request-Id"])
+    (request,) = requests(site)
+    assert (request.request_id, request.trace) == (headers["X-Request-Id"], None)
+    assert site.decode[0].begun[0].traceparent == ""
 
 
 @pytest.mark.parametrize("bad", ["x" * 129, "é", "a\tb"])
-async def test_an_id_that_may_not_be_passed_on_is_refused_by_name(bad: str) -> None:
-    async with site() as it:
-        status, headers, body = await ask(it, {"X-Request-Id": bad})
-        assert (status, json.loads(body)["error"]["param"]) == (400, "X-Request-Id")
-        assert re.fullmatch(r"[0-9a-f]{32}", headers["X-Request-Id"])
-        (record,) = it.ended
-        assert (record.request_id, record.status) == (headers["X-Request-Id"], 400)
-        assert not it.decode[0].begun
+async def test_an_id_that_may_not_be_passed_on_is_refused_by_name(site: Site, bad: str) -> None:
+    status, headers, body = await ask(site, {"X-Request-Id": bad})
+    assert (status, json.loads(body)["error"]["param"]) == (400, "X-Request-Id")
+    assert re.fullmatch(r"[0-9a-f]{32}", headers["X-Request-Id"])
+    (record,) = site.ended
+    assert (record.request_id, record.status) == (headers["X-Request-Id"], 400)
+    assert not site.decode[0].begun
 
 
-async def test_a_room_that_is_tried_again_has_a_record_of_its_own() -> None:
-    async with site(prefill=2) as it:
-        it.prefill[0].failure = it.prefill[1].failure = "transfer"
-        it.decode[0].gate.clear()
-        status, headers, _ = await ask(it, {})
-        assert status == 502
-        first, second = rooms(it)
-        (request,) = requests(it)
-        assert request.rooms == (*first.rooms, *second.rooms)
-        assert len(set(request.rooms)) == 2
-        assert {first.prefill, second.prefill} == {"p0", "p1"}
-        assert [each.retried for each in (first, second, request)] == [True, False, True]
-        assert {each.cause for each in (first, second, request)} == {Cause.TRANSFER}
-        assert (request.status, request.detail) == (502, f"{second.prefill}: as told")
-        assert request.request_id == headers["X-Request-Id"]
-        assert request.first_token_s is None
-        assert first.total_s + second.total_s <= request.total_s
+@pytest.mark.given(prefill=2)
+async def test_a_room_that_is_tried_again_has_a_record_of_its_own(site: Site) -> None:
+    site.prefill[0].failure = site.prefill[1].failure = "transfer"
+    site.decode[0].gate.clear()
+    status, headers, _ = await ask(site, {})
+    assert status == 502
+    first, second = rooms(site)
+    (request,) = requests(site)
+    assert request.rooms == (*first.rooms, *second.rooms)
+    assert len(set(request.rooms)) == 2
+    assert {first.prefill, second.prefill} == {"p0", "p1"}
+    assert [each.retried for each in (first, second, request)] == [True, False, True]
+    assert {each.cause for each in (first, second, request)} == {Cause.TRANSFER}
+    assert (request.status, request.detail) == (502, f"{second.prefill}: as told")
+    assert request.request_id == headers["X-Request-Id"]
+    assert request.first_token_s is None
+    assert first.total_s + second.total_s <= request.total_s
 
 
 @pytest.mark.parametrize(
@@ -108,37 +105,35 @@ async def test_a_room_that_is_tried_again_has_a_record_of_its_own() -> None:
         ({"prompt": ["a"] * 3, "n": 3}, 400, Cause.REFUSED, "n: 9 answers, this router takes at most 8 at once"),
     ],
 )
+@pytest.mark.given(limits=replace(LIMITS, rooms_max=8))
 async def test_a_request_that_gets_no_room_is_recorded_with_its_reason(
-    body: dict[str, Any], status: int, cause: Cause, detail: str
+    site: Site, body: dict[str, Any], status: int, cause: Cause, detail: str
 ) -> None:
-    async with site(limits=replace(LIMITS, rooms_max=8)) as it:
-        assert (await ask(it, {}, **body))[0] == status
-        (request,) = it.ended
-        assert (request.scope, request.status, request.cause, request.detail) == ("request", status, cause, detail)
-        assert (request.rooms, request.room, request.tokens) == ((), 0, 0)
+    assert (await ask(site, {}, **body))[0] == status
+    (request,) = site.ended
+    assert (request.scope, request.status, request.cause, request.detail) == ("request", status, cause, detail)
+    assert (request.rooms, request.room, request.tokens) == ((), 0, 0)
 
 
-async def test_choices_are_recorded_each_and_together() -> None:
-    async with site() as it:
-        assert (await ask(it, {}, n=3))[0] == 200
-        (request,) = requests(it)
-        assert sorted(request.rooms) == sorted(room.room for room in rooms(it))
-        assert (len(request.rooms), request.tokens, request.kv_bytes) == (3, 21, 3 * 640)
-        assert request.cached_tokens == 6
+async def test_choices_are_recorded_each_and_together(site: Site) -> None:
+    assert (await ask(site, {}, n=3))[0] == 200
+    (request,) = requests(site)
+    assert sorted(request.rooms) == sorted(room.room for room in rooms(site))
+    assert (len(request.rooms), request.tokens, request.kv_bytes) == (3, 21, 3 * 640)
+    assert request.cached_tokens == 6
 
 
-async def test_a_client_that_leaves_is_recorded_as_cancelled() -> None:
-    async with site() as it:
-        it.decode[0].gate.clear()
-        task = asyncio.create_task(ask(it, {"X-Request-Id": "gone"}))
-        await until(lambda: it.decode[0].begun)
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-        await until(lambda: requests(it))
-        for record in it.ended:
-            assert (record.request_id, record.state) == ("gone", "cancelled")
-        assert (requests(it)[0].status, len(it.ended)) == (499, 2)
+async def test_a_client_that_leaves_is_recorded_as_cancelled(site: Site) -> None:
+    site.decode[0].gate.clear()
+    task = asyncio.create_task(ask(site, {"X-Request-Id": "gone"}))
+    await until(lambda: site.decode[0].begun)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    await until(lambda: requests(site))
+    for record in site.ended:
+        assert (record.request_id, record.state) == ("gone", "cancelled")
+    assert (requests(site)[0].status, len(site.ended)) == (499, 2)
 
 
 def test_a_router_that_exports_spans_has_one_of_its_own_in_each_trace() -> None:

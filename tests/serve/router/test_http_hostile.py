@@ -15,7 +15,7 @@ from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.serve.process import connection_limit, http
 from pdtransfer.serve.process.http import Health, HttpListener, application
 from pdtransfer.serve.router.front import openai_http
-from tests.serve.router.router_site import site
+from tests.serve.router.router_site import Site, site
 from tests.support.processes import forked_descriptors
 from tests.support.waiting import until
 
@@ -222,32 +222,29 @@ async def test_bodies_being_received_are_bounded_together(chunked: bool, monkeyp
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_beyond_the_limit_is_refused(chunked: bool) -> None:
-    async with site() as it:
-        head = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" if chunked else b"Content-Length: %d\r\n\r\n"
-        reader, writer = await posting(it.url, head % (HTTP_BODY_BYTES_MAX + 1))
-        writer.write(b" " * (HTTP_BODY_BYTES_MAX + 1) if chunked else b"")
-        assert (await reader.readline()).startswith(b"HTTP/1.1 413")
-        assert it.router.open_requests.bodies_bytes == 0
-        writer.close()
+async def test_a_body_beyond_the_limit_is_refused(site: Site, chunked: bool) -> None:
+    head = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" if chunked else b"Content-Length: %d\r\n\r\n"
+    reader, writer = await posting(site.url, head % (HTTP_BODY_BYTES_MAX + 1))
+    writer.write(b" " * (HTTP_BODY_BYTES_MAX + 1) if chunked else b"")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+    assert site.router.open_requests.bodies_bytes == 0
+    writer.close()
 
 
-async def test_no_body_is_decompressed() -> None:
-    async with site() as it:
-        bomb = gzip.compress(json.dumps({"prompt": "a" * 100_000}).encode())
-        reader, writer = await posting(it.url, b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb))
-        writer.write(bomb)
-        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
-        writer.close()
+async def test_no_body_is_decompressed(site: Site) -> None:
+    bomb = gzip.compress(json.dumps({"prompt": "a" * 100_000}).encode())
+    reader, writer = await posting(site.url, b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb))
+    writer.write(bomb)
+    assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+    writer.close()
 
 
-async def test_prompts_of_unfinished_requests_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with site() as it:
-        it.router.open_requests.prompts_bytes = it.router._config.limits.prompts_bytes_max - 8
-        status, body, _ = await it.post(prompt="abc", max_tokens=1)
-        assert (status, body["error"]["code"]) == (429, "full")
-        assert (await it.post(prompt="ab", max_tokens=1))[0] == 200
-        assert it.router.open_requests.prompts_bytes == it.router._config.limits.prompts_bytes_max - 8
+async def test_prompts_of_unfinished_requests_are_bounded_in_bytes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.router.open_requests.prompts_bytes = site.router._config.limits.prompts_bytes_max - 8
+    status, body, _ = await site.post(prompt="abc", max_tokens=1)
+    assert (status, body["error"]["code"]) == (429, "full")
+    assert (await site.post(prompt="ab", max_tokens=1))[0] == 200
+    assert site.router.open_requests.prompts_bytes == site.router._config.limits.prompts_bytes_max - 8
 
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -268,13 +265,12 @@ HALVES = [
 ]
 
 
-async def test_half_a_surrogate_pair_is_a_400_that_names_its_field() -> None:
-    async with site() as it:
-        for path, body, field, value in HALVES:
-            status, answer, _ = await it.post(path, **body | {field: value})
-            assert (status, answer["error"]["param"]) == (400, field), (path, field, answer)
-            assert "half of a surrogate pair" in answer["error"]["message"]
-        assert not it.decode[0].begun
+async def test_half_a_surrogate_pair_is_a_400_that_names_its_field(site: Site) -> None:
+    for path, body, field, value in HALVES:
+        status, answer, _ = await site.post(path, **body | {field: value})
+        assert (status, answer["error"]["param"]) == (400, field), (path, field, answer)
+        assert "half of a surrogate pair" in answer["error"]["message"]
+    assert not site.decode[0].begun
 
 
 async def test_an_answer_and_a_listener_end_although_a_forked_child_has_their_descriptors() -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import uvloop
 
 from pdtransfer.bus import Bus
 from pdtransfer.bus.keys import AllowList, KeyPair, generate, generate_pair
@@ -26,74 +25,71 @@ from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.wire import End, Goodbye, Reject, Sampling, Tokens, pack_biases, unpack_ids
-from tests.serve.router.router_site import LIMITS, LOAD, parse, site
-from tests.support.waiting import PATIENCE_S, run_on_loop, until
+from tests.serve.router.router_site import LIMITS, LOAD, Site, parse, site
+from tests.support.waiting import PATIENCE_S, until
 
 
-async def test_a_completion_carries_its_usage_and_the_extension() -> None:
-    async with site() as it:
-        status, answer, _ = await it.post(prompt="abc", max_tokens=7, temperature=0, seed=5)
-        assert status == 200
-        assert answer["object"] == "text_completion"
-        assert answer["model"] == "m"
-        assert answer["choices"] == [{"index": 0, "text": "cbacbac", "logprobs": None, "finish_reason": "length"}]
-        assert answer["usage"] == {
-            "prompt_tokens": 3,
-            "completion_tokens": 7,
-            "total_tokens": 10,
-            "prompt_tokens_details": {"cached_tokens": 2},
-        }
-        room = f"{it.decode[0].begun[0].room:016x}"
-        assert answer["pdtransfer"] == {
-            "room": room,
-            "kv_bytes": 640,
-            "copy_us": 12,
-            "handoff_us": 42.5,
-            "tokens_digest": "01",
-            "logits_digest": "02",
-            "kv_digest": "03",
-            "prefill": "p0",
-            "decode": "d0",
-            "enable_hisparse": False,
-            "resumptions": 0,
-        }
-        begin = it.decode[0].begun[0]
-        assert (begin.sampling.temperature, begin.sampling.seed, begin.sampling.top_p) == (0.0, 5, 1.0)
-        assert begin.peers == it.router._config.prefill
-        assert it.prefill[0].begun[0].peers == ("d0",)
+async def test_a_completion_carries_its_usage_and_the_extension(site: Site) -> None:
+    status, answer, _ = await site.post(prompt="abc", max_tokens=7, temperature=0, seed=5)
+    assert status == 200
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "m"
+    assert answer["choices"] == [{"index": 0, "text": "cbacbac", "logprobs": None, "finish_reason": "length"}]
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 7,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    room = f"{site.decode[0].begun[0].room:016x}"
+    assert answer["pdtransfer"] == {
+        "room": room,
+        "kv_bytes": 640,
+        "copy_us": 12,
+        "handoff_us": 42.5,
+        "tokens_digest": "01",
+        "logits_digest": "02",
+        "kv_digest": "03",
+        "prefill": "p0",
+        "decode": "d0",
+        "enable_hisparse": False,
+        "resumptions": 0,
+    }
+    begin = site.decode[0].begun[0]
+    assert (begin.sampling.temperature, begin.sampling.seed, begin.sampling.top_p) == (0.0, 5, 1.0)
+    assert begin.peers == site.router._config.prefill
+    assert site.prefill[0].begun[0].peers == ("d0",)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(b"c", b"another host's"), (b"", b""), (b"c", b""), (b"", b"c")])
-async def test_stamps_of_two_clocks_make_no_handoff_time(prefill: bytes, decode: bytes) -> None:
-    async with site() as it:
-        it.prefill[0].clock, it.decode[0].clock = prefill, decode
-        _, answer, _ = await it.post(prompt="abc", max_tokens=7)
-        assert answer["pdtransfer"]["handoff_us"] is None
-        assert answer["pdtransfer"]["copy_us"] == 12, "what one clock measured is told"
+async def test_stamps_of_two_clocks_make_no_handoff_time(site: Site, prefill: bytes, decode: bytes) -> None:
+    site.prefill[0].clock, site.decode[0].clock = prefill, decode
+    _, answer, _ = await site.post(prompt="abc", max_tokens=7)
+    assert answer["pdtransfer"]["handoff_us"] is None
+    assert answer["pdtransfer"]["copy_us"] == 12, "what one clock measured is told"
 
 
-async def test_a_stream_has_the_same_text_in_pieces_and_then_done() -> None:
-    async with site() as it:
-        it.decode[0].more.clear()
-        body = {"prompt": "żółw", "max_tokens": 16, "stream": True}
-        async with it.http.post(it.url + "/v1/completions", json=body) as response:
-            assert (response.status, response.content_type) == (200, "text/event-stream")
-            answer = await response.content.readuntil(b"\n\n")
-            it.decode[0].more.set()
-            answer += await response.content.read()
-        assert answer.endswith(b"\n\n")
-        *events, done = [each.removeprefix("data: ") for each in answer.decode()[:-2].split("\n\n")]
-        assert done == "[DONE]"
-        *pieces, last = [json.loads(event) for event in events]
-        assert len(pieces) >= 1
-        assert all(piece["choices"][0]["finish_reason"] is None for piece in pieces)
-        # In reverse, its bytes are not valid characters, neither in pieces nor in whole.
-        text = "".join(each["choices"][0]["text"] for each in (*pieces, last))
-        assert text == (("żółw".encode()[::-1]) * 4)[:16].decode("utf-8", "replace")
-        assert last["choices"][0]["finish_reason"] == "length"
-        assert "usage" not in last
-        assert last["pdtransfer"]["kv_digest"] == "03"
-        assert len({each["id"] for each in (*pieces, last)}) == 1
+async def test_a_stream_has_the_same_text_in_pieces_and_then_done(site: Site) -> None:
+    site.decode[0].more.clear()
+    body = {"prompt": "żółw", "max_tokens": 16, "stream": True}
+    async with site.http.post(site.url + "/v1/completions", json=body) as response:
+        assert (response.status, response.content_type) == (200, "text/event-stream")
+        answer = await response.content.readuntil(b"\n\n")
+        site.decode[0].more.set()
+        answer += await response.content.read()
+    assert answer.endswith(b"\n\n")
+    *events, done = [each.removeprefix("data: ") for each in answer.decode()[:-2].split("\n\n")]
+    assert done == "[DONE]"
+    *pieces, last = [json.loads(event) for event in events]
+    assert len(pieces) >= 1
+    assert all(piece["choices"][0]["finish_reason"] is None for piece in pieces)
+    # In reverse, its bytes are not valid characters, neither in pieces nor in whole.
+    text = "".join(each["choices"][0]["text"] for each in (*pieces, last))
+    assert text == (("żółw".encode()[::-1]) * 4)[:16].decode("utf-8", "replace")
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert "usage" not in last
+    assert last["pdtransfer"]["kv_digest"] == "03"
+    assert len({each["id"] for each in (*pieces, last)}) == 1
 
 
 BAD = [
@@ -293,33 +289,31 @@ def sampling(body: bytes) -> Sampling:
     return room.sampling
 
 
-async def test_a_cache_salt_reaches_both_workers_as_a_digest_that_differs_as_the_salts_do() -> None:
-    async with site() as it:
-        for salt in (None, "tenant a", "tenant b", "tenant a"):
-            assert (await it.post(prompt="abc", max_tokens=2, cache_salt=salt))[0] == 200
-        salts = [begin.salt for begin in it.decode[0].begun]
-        assert salts == [begin.salt for begin in it.prefill[0].begun]
-        assert salts[0] == b""
-        assert salts[1] == salts[3]
-        assert len(set(salts)) == 3
+async def test_a_cache_salt_reaches_both_workers_as_a_digest_that_differs_as_the_salts_do(site: Site) -> None:
+    for salt in (None, "tenant a", "tenant b", "tenant a"):
+        assert (await site.post(prompt="abc", max_tokens=2, cache_salt=salt))[0] == 200
+    salts = [begin.salt for begin in site.decode[0].begun]
+    assert salts == [begin.salt for begin in site.prefill[0].begun]
+    assert salts[0] == b""
+    assert salts[1] == salts[3]
+    assert len(set(salts)) == 3
 
 
-async def test_http_errors_are_openais_objects() -> None:
-    async with site() as it:
-        status, answer, _ = await it.post(prompt="a", n=300)
-        assert (status, answer["error"]["param"]) == (400, "n")
-        assert answer["error"]["type"] == "invalid_request_error"
-        status, answer, _ = await it.post(prompt="a", model="gpt")
-        assert (status, answer["error"]["code"]) == (404, "model_not_found")
-        status, answer, _ = await it.post(prompt="a", user="x" * HTTP_BODY_BYTES_MAX)
-        assert (status, "error" in answer) == (413, True)
-        for path, expected in (("/v1/completions", 405), ("/tokenize", 405), ("/v1/embeddings", 404)):
-            status, text = await it.get(path)
-            assert status == expected
-            assert "POST /v1/completions" in json.loads(text)["error"]["message"]
-        assert not it.decode[0].begun
-        status, text = await it.get("/v1/models")
-        assert (status, [each["id"] for each in json.loads(text)["data"]]) == (200, ["m"])
+async def test_http_errors_are_openais_objects(site: Site) -> None:
+    status, answer, _ = await site.post(prompt="a", n=300)
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert answer["error"]["type"] == "invalid_request_error"
+    status, answer, _ = await site.post(prompt="a", model="gpt")
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    status, answer, _ = await site.post(prompt="a", user="x" * HTTP_BODY_BYTES_MAX)
+    assert (status, "error" in answer) == (413, True)
+    for path, expected in (("/v1/completions", 405), ("/tokenize", 405), ("/v1/embeddings", 404)):
+        status, text = await site.get(path)
+        assert status == expected
+        assert "POST /v1/completions" in json.loads(text)["error"]["message"]
+    assert not site.decode[0].begun
+    status, text = await site.get("/v1/models")
+    assert (status, [each["id"] for each in json.loads(text)["data"]]) == (200, ["m"])
 
 
 async def test_a_request_beyond_the_workers_context_is_refused_before_a_worker_is_asked() -> None:
@@ -344,116 +338,106 @@ async def test_a_request_beyond_the_workers_context_is_refused_before_a_worker_i
         assert json.loads((await it.get("/v1/models/m"))[1])["max_model_len"] is None
 
 
-async def test_health_and_completions_are_503_until_a_pair_is_ready() -> None:
-    async with site() as it:
-        it.decode[0].load(msgspec.structs.replace(LOAD, ready=False))
-        await until(lambda: not it.backend.routing.workers.models())
-        status, text = await it.get("/health")
-        assert (status, json.loads(text)["ready"]) == (503, False)
-        assert (await it.get("/live"))[0] == 200
-        status, answer, response = await it.post(prompt="a")
-        assert (status, answer["error"]["type"]) == (503, "service_unavailable")
-        assert int(response.headers["Retry-After"]) >= 1
-        it.decode[0].load(LOAD)
-        await until(it.backend.routing.workers.models)
-        status, text = await it.get("/health")
-        assert status == 200
-        assert [each["role"] for each in json.loads(text)["workers"]] == ["prefill", "decode"]
+async def test_health_and_completions_are_503_until_a_pair_is_ready(site: Site) -> None:
+    site.decode[0].load(msgspec.structs.replace(LOAD, ready=False))
+    await until(lambda: not site.backend.routing.workers.models())
+    status, text = await site.get("/health")
+    assert (status, json.loads(text)["ready"]) == (503, False)
+    assert (await site.get("/live"))[0] == 200
+    status, answer, response = await site.post(prompt="a")
+    assert (status, answer["error"]["type"]) == (503, "service_unavailable")
+    assert int(response.headers["Retry-After"]) >= 1
+    site.decode[0].load(LOAD)
+    await until(site.backend.routing.workers.models)
+    status, text = await site.get("/health")
+    assert status == 200
+    assert [each["role"] for each in json.loads(text)["workers"]] == ["prefill", "decode"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_full_workers_are_429_with_their_retry_time(stream: bool) -> None:
-    async with site() as it:
-        it.prefill[0].failure = "full"
-        it.decode[0].gate.clear()
-        status, answer, response = await it.post(prompt="a", stream=stream)
-        assert (status, answer["error"]["code"], response.headers["Retry-After"]) == (429, "full", "3")
-        assert response.content_type == "application/json"
+async def test_full_workers_are_429_with_their_retry_time(site: Site, stream: bool) -> None:
+    site.prefill[0].failure = "full"
+    site.decode[0].gate.clear()
+    status, answer, response = await site.post(prompt="a", stream=stream)
+    assert (status, answer["error"]["code"], response.headers["Retry-After"]) == (429, "full", "3")
+    assert response.content_type == "application/json"
 
 
-async def test_a_failed_prefill_is_retried_elsewhere_and_the_client_gets_one_answer() -> None:
-    async with site(prefill=2) as it:
-        for worker in (*it.prefill, *it.decode):
-            worker.gate.clear()
-        task = asyncio.create_task(it.post(prompt="abc", max_tokens=2))
-        await until(lambda: it.prefill[0].begun or it.prefill[1].begun)
-        first, second = it.prefill if it.prefill[0].begun else it.prefill[::-1]
-        first.failure = "transfer"
-        first.gate.set()
-        await until(lambda: second.begun)
-        for worker in (*it.prefill, *it.decode):
-            worker.gate.set()
-        status, answer, _ = await task
-        assert (status, answer["choices"][0]["text"], answer["pdtransfer"]["prefill"]) == (200, "cb", second.node)
-        assert it.backend.routing.retries == 1
+@pytest.mark.given(prefill=2)
+async def test_a_failed_prefill_is_retried_elsewhere_and_the_client_gets_one_answer(site: Site) -> None:
+    for worker in (*site.prefill, *site.decode):
+        worker.gate.clear()
+    task = asyncio.create_task(site.post(prompt="abc", max_tokens=2))
+    await until(lambda: site.prefill[0].begun or site.prefill[1].begun)
+    first, second = site.prefill if site.prefill[0].begun else site.prefill[::-1]
+    first.failure = "transfer"
+    first.gate.set()
+    await until(lambda: second.begun)
+    for worker in (*site.prefill, *site.decode):
+        worker.gate.set()
+    status, answer, _ = await task
+    assert (status, answer["choices"][0]["text"], answer["pdtransfer"]["prefill"]) == (200, "cb", second.node)
+    assert site.backend.routing.retries == 1
 
 
-def test_a_disconnected_clients_room_is_cancelled_on_both_workers() -> None:
-    async def case(stream: bool) -> None:
-        async with site() as it:
-            it.prefill[0].gate.clear()
-            it.decode[0].gate.clear()
-            task = asyncio.create_task(it.post(prompt="a", stream=stream))
-            await until(lambda: it.prefill[0].begun and it.decode[0].begun)
-            task.cancel()
-            await until(lambda: it.prefill[0].stopped and it.decode[0].stopped)
-            assert it.backend.routing.request_count == 0
-            await until(lambda: it.backend.routing.room_count == 0)
-            await until(lambda: it.prefill[0].service.room_count == it.decode[0].service.room_count == 0)
-
-    for stream in (False, True):
-        run_on_loop(lambda each=stream: case(each))
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_disconnected_clients_room_is_cancelled_on_both_workers(site: Site, stream: bool) -> None:
+    site.prefill[0].gate.clear()
+    site.decode[0].gate.clear()
+    task = asyncio.create_task(site.post(prompt="a", stream=stream))
+    await until(lambda: site.prefill[0].begun and site.decode[0].begun)
+    task.cancel()
+    await until(lambda: site.prefill[0].stopped and site.decode[0].stopped)
+    assert site.backend.routing.request_count == 0
+    await until(lambda: site.backend.routing.room_count == 0)
+    await until(lambda: site.prefill[0].service.room_count == site.decode[0].service.room_count == 0)
 
 
-def test_a_worker_that_is_listed_again_is_dialled_again(tmp_path: Path) -> None:
-    async def case() -> None:
-        received = asyncio.Event()
-        line = generate(tmp_path / "r0")
-        keys, router_keys = generate_pair(), KeyPair.read(tmp_path / "r0.key")
-        everybody = AllowList({keys.public: "p0", router_keys.public: "r0"})
-        (tmp_path / "peers").write_text(f"{line}\np0 {keys.public}\n")
-        bus = Bus(node="p0", keys=keys, allowed=everybody, receive=lambda *_: received.set(), refused=lambda *_: None)
-        endpoint = f"{keys.public}@" + await bus.bind("tcp://127.0.0.1:0")
-        router = router_of(
-            RouterConfig(
-                listen="127.0.0.1:0", prefill=(endpoint,), decode=(), limits=LIMITS,
-                key=tmp_path / "r0.key", allow=tmp_path / "peers",
-            )
-        )  # fmt: skip
-        try:
-            await router.open()
-            async with asyncio.timeout(PATIENCE_S):
-                await received.wait()
-            backend = router.backend
-            assert isinstance(backend, Daemons)
-            backend.allow(AllowList({router_keys.public: "r0"}))
-            await asyncio.sleep(0)
-            received.clear()
-            backend.allow(everybody)
-            async with asyncio.timeout(PATIENCE_S):
-                await received.wait()
-        finally:
-            await router.close()
-            await bus.close()
-
-    uvloop.run(case())
+async def test_a_worker_that_is_listed_again_is_dialled_again(tmp_path: Path) -> None:
+    received = asyncio.Event()
+    line = generate(tmp_path / "r0")
+    keys, router_keys = generate_pair(), KeyPair.read(tmp_path / "r0.key")
+    everybody = AllowList({keys.public: "p0", router_keys.public: "r0"})
+    (tmp_path / "peers").write_text(f"{line}\np0 {keys.public}\n")
+    bus = Bus(node="p0", keys=keys, allowed=everybody, receive=lambda *_: received.set(), refused=lambda *_: None)
+    endpoint = f"{keys.public}@" + await bus.bind("tcp://127.0.0.1:0")
+    router = router_of(
+        RouterConfig(
+            listen="127.0.0.1:0", prefill=(endpoint,), decode=(), limits=LIMITS,
+            key=tmp_path / "r0.key", allow=tmp_path / "peers",
+        )
+    )  # fmt: skip
+    try:
+        await router.open()
+        async with asyncio.timeout(PATIENCE_S):
+            await received.wait()
+        backend = router.backend
+        assert isinstance(backend, Daemons)
+        backend.allow(AllowList({router_keys.public: "r0"}))
+        await asyncio.sleep(0)
+        received.clear()
+        backend.allow(everybody)
+        async with asyncio.timeout(PATIENCE_S):
+            await received.wait()
+    finally:
+        await router.close()
+        await bus.close()
 
 
-async def test_a_failure_within_a_stream_is_an_error_event_without_done() -> None:
-    async with site() as it:
-        it.decode[0].gate.clear()
-        request = it.http.post(it.url + "/v1/completions", json={"prompt": "abc", "max_tokens": 9, "stream": True})
-        task = asyncio.create_task(request.__aenter__())
-        await until(lambda: it.decode[0].begun)
-        room = it.decode[0].begun[0].room
-        it.decode[0].perform(it.decode[0].service.tokens(room, [120], asyncio.get_running_loop().time()))
-        response = await task
-        first = await response.content.readuntil(b"\n\n")
-        assert json.loads(first[6:])["choices"][0]["text"] == "x"
-        it.decode[0].end(End(room, "engine", "broken", 0))
-        rest = (await response.content.read()).decode()
-        assert json.loads(rest.removeprefix("data: "))["error"]["code"] == "engine"
-        response.close()
+async def test_a_failure_within_a_stream_is_an_error_event_without_done(site: Site) -> None:
+    site.decode[0].gate.clear()
+    request = site.http.post(site.url + "/v1/completions", json={"prompt": "abc", "max_tokens": 9, "stream": True})
+    task = asyncio.create_task(request.__aenter__())
+    await until(lambda: site.decode[0].begun)
+    room = site.decode[0].begun[0].room
+    site.decode[0].perform(site.decode[0].service.tokens(room, [120], asyncio.get_running_loop().time()))
+    response = await task
+    first = await response.content.readuntil(b"\n\n")
+    assert json.loads(first[6:])["choices"][0]["text"] == "x"
+    site.decode[0].end(End(room, "engine", "broken", 0))
+    rest = (await response.content.read()).decode()
+    assert json.loads(rest.removeprefix("data: "))["error"]["code"] == "engine"
+    response.close()
 
 
 @pytest.mark.slow
@@ -484,70 +468,66 @@ async def test_a_client_that_does_not_read_disturbs_no_other_and_is_closed(leave
         client.close()
 
 
-async def test_a_draining_router_finishes_its_requests_and_accepts_none() -> None:
-    async with site() as it:
-        it.decode[0].gate.clear()
-        task = asyncio.create_task(it.post(prompt="abc", max_tokens=3))
-        await until(lambda: it.decode[0].begun)
-        drain = asyncio.create_task(it.router.drain(asyncio.Event()))
-        await asyncio.sleep(0)
-        assert (await it.get("/health"))[0] == 503
-        assert (await it.post(prompt="abc"))[0] == 503
-        assert not drain.done()
-        it.decode[0].gate.set()
-        assert (await task)[0] == 200
-        await drain
+async def test_a_draining_router_finishes_its_requests_and_accepts_none(site: Site) -> None:
+    site.decode[0].gate.clear()
+    task = asyncio.create_task(site.post(prompt="abc", max_tokens=3))
+    await until(lambda: site.decode[0].begun)
+    drain = asyncio.create_task(site.router.drain(asyncio.Event()))
+    await asyncio.sleep(0)
+    assert (await site.get("/health"))[0] == 503
+    assert (await site.post(prompt="abc"))[0] == 503
+    assert not drain.done()
+    site.decode[0].gate.set()
+    assert (await task)[0] == 200
+    await drain
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-async def test_a_drain_waits_for_a_body_that_is_being_received(path: str) -> None:
-    async with site() as router:
-        more = asyncio.Event()
+async def test_a_drain_waits_for_a_body_that_is_being_received(site: Site, path: str) -> None:
+    more = asyncio.Event()
 
-        async def body() -> AsyncIterator[bytes]:
-            yield b'{"prompt": "abc", '
-            await more.wait()
-            yield b'"max_tokens": 3}'
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "abc", '
+        await more.wait()
+        yield b'"max_tokens": 3}'
 
-        request = asyncio.create_task(router.http.post(router.url + path, data=body()).__aenter__())
-        await until(lambda: router.router.open_requests.bodies_bytes)
-        drain = asyncio.create_task(router.router.drain(asyncio.Event()))
-        assert (await router.get("/health"))[0] == 503
-        assert not drain.done()
-        more.set()
-        assert (await request).status == 200
-        await drain
-
-
-async def test_closing_fails_unfinished_requests_and_cancels_their_rooms() -> None:
-    async with site() as it:
-        it.decode[0].gate.clear()
-        task = asyncio.create_task(it.post(prompt="abc", max_tokens=3))
-        await until(lambda: it.decode[0].begun)
-        hurry = asyncio.Event()
-        hurry.set()
-        await it.router.drain(hurry)
-        await it.router.close()
-        assert (await task)[0] == 503
-        await until(lambda: it.decode[0].stopped)
+    request = asyncio.create_task(site.http.post(site.url + path, data=body()).__aenter__())
+    await until(lambda: site.router.open_requests.bodies_bytes)
+    drain = asyncio.create_task(site.router.drain(asyncio.Event()))
+    assert (await site.get("/health"))[0] == 503
+    assert not drain.done()
+    more.set()
+    assert (await request).status == 200
+    await drain
 
 
-async def test_metrics_have_our_prefix_and_total_on_counters_only() -> None:
-    async with site() as it:
-        await it.post(prompt="abc", max_tokens=5)
-        await it.post(prompt="")
-        _, text = await it.get("/metrics")
-        types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
-        assert types
-        assert all(name.startswith(("pdtransfer_", "process_")) for name in types)
-        for name, kind in types.items():
-            assert (kind == "counter") == name.endswith("_total"), name
-        assert "_created" not in text
-        assert 'pdtransfer_requests_total{model="m",status="200"} 1.0' in text
-        assert 'pdtransfer_requests_total{model="",status="400"} 1.0' in text
-        assert 'pdtransfer_generated_tokens_total{model="m"} 5.0' in text
-        assert 'pdtransfer_prompt_tokens_total{model="m"} 3.0' in text
-        assert 'pdtransfer_first_token_seconds_count{model="m"} 1.0' in text
+async def test_closing_fails_unfinished_requests_and_cancels_their_rooms(site: Site) -> None:
+    site.decode[0].gate.clear()
+    task = asyncio.create_task(site.post(prompt="abc", max_tokens=3))
+    await until(lambda: site.decode[0].begun)
+    hurry = asyncio.Event()
+    hurry.set()
+    await site.router.drain(hurry)
+    await site.router.close()
+    assert (await task)[0] == 503
+    await until(lambda: site.decode[0].stopped)
+
+
+async def test_metrics_have_our_prefix_and_total_on_counters_only(site: Site) -> None:
+    await site.post(prompt="abc", max_tokens=5)
+    await site.post(prompt="")
+    _, text = await site.get("/metrics")
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    assert types
+    assert all(name.startswith(("pdtransfer_", "process_")) for name in types)
+    for name, kind in types.items():
+        assert (kind == "counter") == name.endswith("_total"), name
+    assert "_created" not in text
+    assert 'pdtransfer_requests_total{model="m",status="200"} 1.0' in text
+    assert 'pdtransfer_requests_total{model="",status="400"} 1.0' in text
+    assert 'pdtransfer_generated_tokens_total{model="m"} 5.0' in text
+    assert 'pdtransfer_prompt_tokens_total{model="m"} 3.0' in text
+    assert 'pdtransfer_first_token_seconds_count{model="m"} 1.0' in text
 
 
 async def test_a_worker_that_breaks_the_protocol_is_disconnected_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -587,33 +567,32 @@ async def test_a_worker_that_sends_goodbye_is_no_warning_and_one_that_refuses_is
         assert await until(lambda: level("refuses (refused): model")) == "WARNING"
 
 
-async def test_a_used_port_or_a_worker_listed_twice_is_a_one_line_error() -> None:
-    async with site() as it:
-        listen = it.url.removeprefix("http://")
-        second = router_of(RouterConfig(listen=listen))
-        with pytest.raises(WorldError, match=f"^listen: cannot listen on {listen}: Address already in use"):
-            await second.open()
-        await second.close()
-        with pytest.raises(ConfigError, match=r"tcp://127\.0\.0\.1:5'?: listed twice"):
-            router_of(RouterConfig(prefill=("tcp://127.0.0.1:5",), decode=("tcp://127.0.0.1:5",)))
+async def test_a_used_port_or_a_worker_listed_twice_is_a_one_line_error(site: Site) -> None:
+    listen = site.url.removeprefix("http://")
+    second = router_of(RouterConfig(listen=listen))
+    with pytest.raises(WorldError, match=f"^listen: cannot listen on {listen}: Address already in use"):
+        await second.open()
+    await second.close()
+    with pytest.raises(ConfigError, match=r"tcp://127\.0\.0\.1:5'?: listed twice"):
+        router_of(RouterConfig(prefill=("tcp://127.0.0.1:5",), decode=("tcp://127.0.0.1:5",)))
 
 
-async def test_too_many_requests_at_once_are_429() -> None:
-    async with site(limits=replace(LIMITS, rooms_max=2)) as it:
-        it.decode[0].gate.clear()
-        tasks = [asyncio.create_task(it.post(prompt="abc", max_tokens=1)) for _ in range(2)]
-        await until(lambda: len(it.decode[0].begun) == 2)
-        status, _, response = await it.post(prompt="abc")
-        assert (status, "Retry-After" in response.headers) == (429, True)
-        it.decode[0].gate.set()
-        assert [(await task)[0] for task in tasks] == [200, 200]
-        for prompt, n in (("abc", 3), (["a", "b", "c"], 1)):
-            status, answer, _ = await it.post(prompt=prompt, n=n, max_tokens=1)
-            text = "n: 3 answers, this router takes at most 2 at once"
-            assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, "n", text)
-        it.router.open_requests._limits = replace(LIMITS, prompts_bytes_max=11)
-        status, answer, _ = await it.post(prompt="abc", max_tokens=1)
-        assert (status, "12 bytes of prompts" in answer["error"]["message"]) == (400, True)
+@pytest.mark.given(limits=replace(LIMITS, rooms_max=2))
+async def test_too_many_requests_at_once_are_429(site: Site) -> None:
+    site.decode[0].gate.clear()
+    tasks = [asyncio.create_task(site.post(prompt="abc", max_tokens=1)) for _ in range(2)]
+    await until(lambda: len(site.decode[0].begun) == 2)
+    status, _, response = await site.post(prompt="abc")
+    assert (status, "Retry-After" in response.headers) == (429, True)
+    site.decode[0].gate.set()
+    assert [(await task)[0] for task in tasks] == [200, 200]
+    for prompt, n in (("abc", 3), (["a", "b", "c"], 1)):
+        status, answer, _ = await site.post(prompt=prompt, n=n, max_tokens=1)
+        text = "n: 3 answers, this router takes at most 2 at once"
+        assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, "n", text)
+    site.router.open_requests._limits = replace(LIMITS, prompts_bytes_max=11)
+    status, answer, _ = await site.post(prompt="abc", max_tokens=1)
+    assert (status, "12 bytes of prompts" in answer["error"]["message"]) == (400, True)
 
 
 def test_the_process_reports_its_address_imports_no_torch_and_stops_on_sigterm() -> None:
@@ -633,14 +612,13 @@ def test_the_process_reports_its_address_imports_no_torch_and_stops_on_sigterm()
         assert process.wait(timeout=PATIENCE_S) == 0
 
 
-async def test_requests_are_counted_by_model_and_a_clients_own_names_are_no_labels() -> None:
-    async with site() as it:
-        await it.post(prompt="abc", max_tokens=5)
-        for name in ("nonsense", "more nonsense"):
-            status, _, _ = await it.post(prompt="abc", max_tokens=5, model=name)
-            assert status == 404
-        _, text = await it.get("/metrics")
-        assert set(re.findall(r'[{,]model="(.*?)"', text)) == {"m", ""}
-        assert 'pdtransfer_requests_total{model="",status="404"} 2.0' in text
-        assert 'pdtransfer_inter_token_seconds_count{model="m"} 2.0' in text, "5 tokens came in pieces of 3"
-        assert 'pdtransfer_model_usable{model="m"} 1.0' in text
+async def test_requests_are_counted_by_model_and_a_clients_own_names_are_no_labels(site: Site) -> None:
+    await site.post(prompt="abc", max_tokens=5)
+    for name in ("nonsense", "more nonsense"):
+        status, _, _ = await site.post(prompt="abc", max_tokens=5, model=name)
+        assert status == 404
+    _, text = await site.get("/metrics")
+    assert set(re.findall(r'[{,]model="(.*?)"', text)) == {"m", ""}
+    assert 'pdtransfer_requests_total{model="",status="404"} 2.0' in text
+    assert 'pdtransfer_inter_token_seconds_count{model="m"} 2.0' in text, "5 tokens came in pieces of 3"
+    assert 'pdtransfer_model_usable{model="m"} 1.0' in text

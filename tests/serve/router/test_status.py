@@ -21,7 +21,7 @@ from pdtransfer.serve.router.fleet.status import FleetStatus, TotalsStatus
 from pdtransfer.serve.router.front.status import FAILURES_MAX, RATE_S, SHARED_S, RecentRequests
 from pdtransfer.serve.tracing.ended_request import EndedRequest
 from pdtransfer.wire import Goodbye, Load, Pong, Tally, Welcome, WorkerFigures
-from tests.serve.router.router_site import site
+from tests.serve.router.router_site import Site, site
 from tests.support.routing_world import LIMITS, identity
 from tests.support.waiting import until
 
@@ -148,24 +148,24 @@ def test_rates_and_quantiles_are_of_the_latest_requests() -> None:
     assert (recent.requests_s, recent.first_token_ms()) == (0.0, None)
 
 
-async def test_the_router_serves_its_document_as_it_is_now() -> None:
-    async with site(prefill=2) as it:
-        status, text = await it.get("/status")
-        assert status == 200
-        document = msgspec.json.decode(text, type=FleetStatus, strict=True)
-        assert document.router.ready
-        assert document.router.models == ["m"]
-        assert [(worker.role, worker.node, worker.state) for worker in document.workers] == [
-            ("prefill", "p0", "ready"), ("prefill", "p1", "ready"), ("decode", "d0", "ready"),
-        ]  # fmt: skip
-        slots = document.workers[2].slots
-        assert slots is not None
-        assert (slots.free, slots.total) == (10_000, 10_000)
-        it.prefill[1].load(Load(True, True, 0, 0, 10_000, 10_000))
-        second = it.backend.routing.workers.by_peer[[*it.backend.roles()][1]]
-        await until(lambda: not second.usable)
-        await asyncio.sleep(SHARED_S)
-        assert json.loads((await it.get("/status"))[1])["workers"][1]["state"] == "draining"
+@pytest.mark.given(prefill=2)
+async def test_the_router_serves_its_document_as_it_is_now(site: Site) -> None:
+    status, text = await site.get("/status")
+    assert status == 200
+    document = msgspec.json.decode(text, type=FleetStatus, strict=True)
+    assert document.router.ready
+    assert document.router.models == ["m"]
+    assert [(worker.role, worker.node, worker.state) for worker in document.workers] == [
+        ("prefill", "p0", "ready"), ("prefill", "p1", "ready"), ("decode", "d0", "ready"),
+    ]  # fmt: skip
+    slots = document.workers[2].slots
+    assert slots is not None
+    assert (slots.free, slots.total) == (10_000, 10_000)
+    site.prefill[1].load(Load(True, True, 0, 0, 10_000, 10_000))
+    second = site.backend.routing.workers.by_peer[[*site.backend.roles()][1]]
+    await until(lambda: not second.usable)
+    await asyncio.sleep(SHARED_S)
+    assert json.loads((await site.get("/status"))[1])["workers"][1]["state"] == "draining"
 
 
 async def test_the_page_may_run_its_own_script_and_ask_its_own_router_and_nothing_else() -> None:

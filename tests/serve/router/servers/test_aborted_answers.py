@@ -96,67 +96,65 @@ async def test_a_stream_that_has_begun_ends_with_an_error_in_place_of_the_abort(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_where_no_other_server_is_the_client_gets_503(stream: bool) -> None:
-    async with server_site() as site:
-        answers(site.decode[0], COMPLETIONS, "", "abort")
-        for more in ({}, {"rid": "of another engine's servers"}):
-            status, answer = await asked(site, COMPLETIONS, stream=stream, **more)
-            assert (status, json.loads(answer)["error"]["code"]) == (503, "peer_lost")
+async def test_where_no_other_server_is_the_client_gets_503(site: ServerSite, stream: bool) -> None:
+    answers(site.decode[0], COMPLETIONS, "", "abort")
+    for more in ({}, {"rid": "of another engine's servers"}):
+        status, answer = await asked(site, COMPLETIONS, stream=stream, **more)
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "peer_lost")
 
 
-async def test_an_answer_too_long_to_be_held_breaks_off() -> None:
+@pytest.mark.given(decode=2)
+async def test_an_answer_too_long_to_be_held_breaks_off(site: ServerSite) -> None:
     """Wherever in it the first piece ends."""
-    async with server_site(decode=2) as site:
-        reason_at = len(json.dumps(content(COMPLETIONS, "", "abort", delta=False), separators=(",", ":")).encode())
-        for beyond in (-1, *range(8, 64, 8)):
-            for server in site.decode:
-                answers(server, COMPLETIONS, "x" * (HELD_BYTES_MAX - reason_at + beyond), "abort")
-            if beyond < 0:
-                assert (await asked(site, COMPLETIONS))[0] == 503
-                continue
-            try:
-                status, _ = await asked(site, COMPLETIONS)
-            except aiohttp.ClientPayloadError:
-                status = 0
-            assert status in (0, 503), beyond
-        assert status == 0
+    reason_at = len(json.dumps(content(COMPLETIONS, "", "abort", delta=False), separators=(",", ":")).encode())
+    for beyond in (-1, *range(8, 64, 8)):
+        for server in site.decode:
+            answers(server, COMPLETIONS, "x" * (HELD_BYTES_MAX - reason_at + beyond), "abort")
+        if beyond < 0:
+            assert (await asked(site, COMPLETIONS))[0] == 503
+            continue
+        try:
+            status, _ = await asked(site, COMPLETIONS)
+        except aiohttp.ClientPayloadError:
+            status = 0
+        assert status in (0, 503), beyond
+    assert status == 0
 
 
-async def test_a_text_about_aborts_is_passed_on() -> None:
-    async with server_site() as site:
-        text = '{"finish_reason":"abort"}'
-        for stream in (False, True):
-            answers(site.decode[0], COMPLETIONS, text, "stop")
-            status, answer = await asked(site, COMPLETIONS, stream=stream)
-            assert (status, json.dumps(text) in answer) == (200, True)
-        assert site.backend.metrics.retries == 0
+async def test_a_text_about_aborts_is_passed_on(site: ServerSite) -> None:
+    text = '{"finish_reason":"abort"}'
+    for stream in (False, True):
+        answers(site.decode[0], COMPLETIONS, text, "stop")
+        status, answer = await asked(site, COMPLETIONS, stream=stream)
+        assert (status, json.dumps(text) in answer) == (200, True)
+    assert site.backend.metrics.retries == 0
 
 
-async def test_sglang_aborts_what_the_client_has_named_for_the_client() -> None:
-    async with server_site(of=FakeSglang) as site:
-        answers(site.decode[0], GENERATE, WHOLE, "abort")
-        status, answer = await asked(site, GENERATE, rid="mine")
-        assert (status, json.loads(answer)["meta_info"]["finish_reason"]["type"]) == (200, "abort")
-        assert site.backend.metrics.retries == 0
+@pytest.mark.given(of=FakeSglang)
+async def test_sglang_aborts_what_the_client_has_named_for_the_client(site: ServerSite) -> None:
+    answers(site.decode[0], GENERATE, WHOLE, "abort")
+    status, answer = await asked(site, GENERATE, rid="mine")
+    assert (status, json.loads(answer)["meta_info"]["finish_reason"]["type"]) == (200, "abort")
+    assert site.backend.metrics.retries == 0
 
 
-async def test_a_chat_begins_for_its_client_with_more_than_a_role() -> None:
+@pytest.mark.given(decode=2)
+async def test_a_chat_begins_for_its_client_with_more_than_a_role(site: ServerSite) -> None:
     """And a server that is lost between both has shown nothing."""
-    async with server_site(decode=2) as site:
-        bad, good = site.decode
-        site.server(good).unfinished += 1
+    bad, good = site.decode
+    site.server(good).unfinished += 1
 
-        async def reply(request: web.Request, seen: Seen) -> web.StreamResponse:
-            await bad.hand_over(seen)
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            await response.write(events(CHATS)[0].encode())
-            await asyncio.sleep(0.05)
-            assert request.transport is not None
-            request.transport.abort()
-            return response
+    async def reply(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await bad.hand_over(seen)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(events(CHATS)[0].encode())
+        await asyncio.sleep(0.05)
+        assert request.transport is not None
+        request.transport.abort()
+        return response
 
-        bad.reply = reply  # type: ignore[method-assign]
-        answers(good, CHATS, "right", "stop")
-        status, answer = await asked(site, CHATS, stream=True)
-        assert (status, answer.count('"role"'), '"right"' in answer) == (200, 1, True)
+    bad.reply = reply  # type: ignore[method-assign]
+    answers(good, CHATS, "right", "stop")
+    status, answer = await asked(site, CHATS, stream=True)
+    assert (status, answer.count('"role"'), '"right"' in answer) == (200, 1, True)

@@ -8,7 +8,7 @@ import gzip
 import socket
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from pdtransfer.serve.router.fleet.roles import Pair
 from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.status import RouterMetrics
 from tests.serve.router.servers.relayed import relayed
-from tests.support.vllm_servers import LIMITS, server_site, streamed
+from tests.support.vllm_servers import LIMITS, ServerSite, server_site, streamed
 from tests.support.waiting import until
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -72,6 +72,11 @@ async def alone(handler: Handler, *, url: str = "", limits: Limits = LIMITS) -> 
 
 async def fine(_: web.Request) -> web.Response:
     return web.Response(text="fine")
+
+
+@pytest.fixture
+def lone(marked: Callable[..., AbstractAsyncContextManager[Alone]]) -> AbstractAsyncContextManager[Alone]:
+    return marked(alone)
 
 
 def test_headers_of_one_connection_are_not_passed_on() -> None:
@@ -133,22 +138,22 @@ async def test_only_200_is_healthy_and_no_redirection_is_followed(status: int, h
         assert (await it.upstream.get(it.server, "/any", {}, wait_ms=60_000)).status == status
 
 
-async def test_once_stopped_nothing_waits_for_a_server() -> None:
-    async with alone(fine) as it:
-        assert await it.get() == b"fine"
-        it.upstream.stop()
-        failed = await it.failure()
-        assert (failed.cause, failed.blamed, failed.again) == (Cause.SHUTDOWN, (), False)
+@pytest.mark.given(handler=fine)
+async def test_once_stopped_nothing_waits_for_a_server(lone: Alone) -> None:
+    assert await lone.get() == b"fine"
+    lone.upstream.stop()
+    failed = await lone.failure()
+    assert (failed.cause, failed.blamed, failed.again) == (Cause.SHUTDOWN, (), False)
 
 
-async def test_nothing_is_kept_of_a_server_that_nobody_waits_for() -> None:
-    async with alone(fine) as site:
-        server = Server(site.server.url, "decode", KnownPrefixes(1), why="")
-        await asyncio.gather(*(site.upstream.get(server, "/any", {}, wait_ms=60_000) for _ in range(2)))
-        gone = weakref.ref(server.known)
-        del server
-        gc.collect()
-        assert gone() is None
+@pytest.mark.given(handler=fine)
+async def test_nothing_is_kept_of_a_server_that_nobody_waits_for(lone: Alone) -> None:
+    server = Server(lone.server.url, "decode", KnownPrefixes(1), why="")
+    await asyncio.gather(*(lone.upstream.get(server, "/any", {}, wait_ms=60_000) for _ in range(2)))
+    gone = weakref.ref(server.known)
+    del server
+    gc.collect()
+    assert gone() is None
 
 
 async def test_a_healthy_server_that_does_not_answer_fails_by_the_deadline() -> None:
@@ -164,101 +169,96 @@ async def test_a_healthy_server_that_does_not_answer_fails_by_the_deadline() -> 
         assert (await it.failure(wait_ms=50)).cause is Cause.PEER_LOST
 
 
-async def test_an_answer_is_read_whole_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with alone(partial(streamed, pieces=(b"in ", b"parts"))) as it:
-        monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 8)
-        assert await it.get() == b"in parts"
-        monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 7)
-        failed = await it.failure()
-        assert (failed.cause, failed.blamed, failed.again) == (Cause.BREACH, (it.server,), False)
+@pytest.mark.given(handler=partial(streamed, pieces=(b"in ", b"parts")))
+async def test_an_answer_is_read_whole_up_to_its_limit(lone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 8)
+    assert await lone.get() == b"in parts"
+    monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 7)
+    failed = await lone.failure()
+    assert (failed.cause, failed.blamed, failed.again) == (Cause.BREACH, (lone.server,), False)
 
 
-async def test_a_connection_that_breaks_is_the_servers_fault() -> None:
-    async with alone(fine) as it:
-        with pytest.raises(AttemptFailedError, match="reset") as caught:
-            async with it.upstream.waiting(it.server):
-                raise ConnectionResetError("reset")
-        assert (caught.value.cause, caught.value.blamed) == (Cause.PEER_LOST, (it.server,))
-        assert not it.unreachable  # it may accept the next one
+@pytest.mark.given(handler=fine)
+async def test_a_connection_that_breaks_is_the_servers_fault(lone: Alone) -> None:
+    with pytest.raises(AttemptFailedError, match="reset") as caught:
+        async with lone.upstream.waiting(lone.server):
+            raise ConnectionResetError("reset")
+    assert (caught.value.cause, caught.value.blamed) == (Cause.PEER_LOST, (lone.server,))
+    assert not lone.unreachable  # it may accept the next one
 
 
-async def test_each_event_is_relayed_when_it_comes() -> None:
-    async with server_site() as it:
-        steps = asyncio.Semaphore(0)
-        it.decode[0].more = SimpleNamespace(wait=steps.acquire)  # type: ignore[assignment]
-        async with it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
-            for text in ("one ", "two ", "three"):
-                assert text.encode() in await response.content.readuntil(b"\n\n")
-                steps.release()
+async def test_each_event_is_relayed_when_it_comes(site: ServerSite) -> None:
+    steps = asyncio.Semaphore(0)
+    site.decode[0].more = SimpleNamespace(wait=steps.acquire)  # type: ignore[assignment]
+    async with site.http.post(site.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
+        for text in ("one ", "two ", "three"):
+            assert text.encode() in await response.content.readuntil(b"\n\n")
+            steps.release()
 
 
 @pytest.mark.parametrize(
     "pieces", [[b'data: {"error": {"co', b'de": "5"}}\n\n'], [b": a comment\n\n"], [b"data: 7\n\n"], [b"data: 7"]]
 )
-async def test_a_stream_that_begins_otherwise_is_relayed(pieces: list[bytes]) -> None:
-    async with server_site() as it:
-        it.decode[0].reply = lambda request, _: streamed(request, pieces)  # type: ignore[method-assign]
-        assert (await it.stream()).encode() == b"".join(pieces)
-        assert it.backend.metrics.retries == 0
+async def test_a_stream_that_begins_otherwise_is_relayed(site: ServerSite, pieces: list[bytes]) -> None:
+    site.decode[0].reply = lambda request, _: streamed(request, pieces)  # type: ignore[method-assign]
+    assert (await site.stream()).encode() == b"".join(pieces)
+    assert site.backend.metrics.retries == 0
 
 
-async def test_an_answer_of_200_is_relayed_whatever_is_in_it() -> None:
-    async with server_site() as it:
+async def test_an_answer_of_200_is_relayed_whatever_is_in_it(site: ServerSite) -> None:
 
-        async def answers(*_: object) -> web.Response:
-            return web.json_response({"error": {"code": 500}})
+    async def answers(*_: object) -> web.Response:
+        return web.json_response({"error": {"code": 500}})
 
-        it.decode[0].reply = answers  # type: ignore[method-assign]
-        assert (await it.post())[:2] == (200, {"error": {"code": 500}})
+    site.decode[0].reply = answers  # type: ignore[method-assign]
+    assert (await site.post())[:2] == (200, {"error": {"code": 500}})
 
 
-async def test_a_redirection_is_the_clients_to_follow() -> None:
+async def test_a_redirection_is_the_clients_to_follow(site: ServerSite) -> None:
     """Its server is none that this router was given."""
-    async with server_site() as it:
-        await it.meet()
+    await site.meet()
 
-        async def redirects(*_: object) -> web.Response:
-            return web.Response(status=307, headers={"Location": it.prefill[0].url + "/v1/completions"})
+    async def redirects(*_: object) -> web.Response:
+        return web.Response(status=307, headers={"Location": site.prefill[0].url + "/v1/completions"})
 
-        it.decode[0].reply = redirects  # type: ignore[method-assign]
-        body = {"prompt": "once"}
-        async with it.http.post(it.url + "/v1/completions", json=body, allow_redirects=False) as response:
-            assert response.status == 307
-        assert len(it.prefill[0].seen) <= 1, "its own part at most"
+    site.decode[0].reply = redirects  # type: ignore[method-assign]
+    body = {"prompt": "once"}
+    async with site.http.post(site.url + "/v1/completions", json=body, allow_redirects=False) as response:
+        assert response.status == 307
+    assert len(site.prefill[0].seen) <= 1, "its own part at most"
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.given(prefill=2, decode=2)
 async def test_where_decode_fails_its_prefill_is_avoided_as_well(
-    stream: bool, caplog: pytest.LogCaptureFixture
+    site: ServerSite, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Decode may have failed for what prefill wrote."""
-    async with server_site(prefill=2, decode=2) as it:
-        await it.meet()
-        for role in (it.prefill, it.decode):
-            it.server(role[1]).unfinished += 1
-        bad, good = it.decode
-        if stream:
-            bad.first_error = 500
-            assert "three" in await it.stream()
-        else:
-            bad.status, bad.answer = 500, {"error": {}}
-            assert (await it.post())[0] == 200
-        assert good.seen[0].kv["remote_engine_id"] == "p1"
-        assert f"{bad.url}: answers 500" in caplog.text
+    await site.meet()
+    for role in (site.prefill, site.decode):
+        site.server(role[1]).unfinished += 1
+    bad, good = site.decode
+    if stream:
+        bad.first_error = 500
+        assert "three" in await site.stream()
+    else:
+        bad.status, bad.answer = 500, {"error": {}}
+        assert (await site.post())[0] == 200
+    assert good.seen[0].kv["remote_engine_id"] == "p1"
+    assert f"{bad.url}: answers 500" in caplog.text
 
 
-async def test_a_prefill_whose_request_has_its_answer_is_forgotten_when_it_ends() -> None:
-    async with server_site() as it:
-        await it.meet()
-        it.prefill[0].more.clear()
-        before = asyncio.all_tasks()
-        assert (await it.post())[0] == 200
-        left = [weakref.ref(each) for each in asyncio.all_tasks() - before if "Attempt." in repr(each)]
-        assert [each() is not None for each in left] == [True]
-        it.prefill[0].more.set()
-        await until(lambda: not it.backend.pool.prefill[0].unfinished)
-        gc.collect()
-        assert [each() for each in left] == [None]
+async def test_a_prefill_whose_request_has_its_answer_is_forgotten_when_it_ends(site: ServerSite) -> None:
+    await site.meet()
+    site.prefill[0].more.clear()
+    before = asyncio.all_tasks()
+    assert (await site.post())[0] == 200
+    left = [weakref.ref(each) for each in asyncio.all_tasks() - before if "Attempt." in repr(each)]
+    assert [each() is not None for each in left] == [True]
+    site.prefill[0].more.set()
+    await until(lambda: not site.backend.pool.prefill[0].unfinished)
+    gc.collect()
+    assert [each() for each in left] == [None]
 
 
 async def test_a_client_that_leaves_is_no_error_of_ours() -> None:
@@ -270,7 +270,7 @@ async def test_a_client_that_leaves_is_no_error_of_ours() -> None:
     assert not errors
 
 
-async def test_role_events_beyond_those_of_the_choices_are_passed_on() -> None:
+async def test_role_events_beyond_those_of_the_choices_are_passed_on(site: ServerSite) -> None:
     role, more = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n', asyncio.Event()
 
     async def stutters(request: web.Request, _: object) -> web.StreamResponse:
@@ -278,12 +278,11 @@ async def test_role_events_beyond_those_of_the_choices_are_passed_on() -> None:
         await more.wait()
         return response
 
-    async with server_site() as site:
-        site.decode[0].reply = stutters  # type: ignore[method-assign]
-        body = {"messages": [], "stream": True, "n": 2}
-        async with asyncio.timeout(20), site.http.post(site.url + "/v1/chat/completions", json=body) as response:
-            assert await response.content.readexactly(3 * len(role)) == role * 3
-            more.set()
+    site.decode[0].reply = stutters  # type: ignore[method-assign]
+    body = {"messages": [], "stream": True, "n": 2}
+    async with asyncio.timeout(20), site.http.post(site.url + "/v1/chat/completions", json=body) as response:
+        assert await response.content.readexactly(3 * len(role)) == role * 3
+        more.set()
 
 
 async def test_closing_leaves_nothing_open() -> None:
@@ -299,17 +298,16 @@ async def test_closing_leaves_nothing_open() -> None:
     assert not errors
 
 
-async def test_a_prefill_that_reports_nothing_of_itself_is_the_process_it_was() -> None:
-    async with server_site() as it:
-        await it.meet()
-        it.prefill[0].connector = False
-        it.decode[0].gate.clear()
-        task = asyncio.create_task(it.post())
-        await until(lambda: it.prefill[0].seen and it.prefill[0].seen[0].answered)
-        await asyncio.sleep(0.05)
-        it.decode[0].gate.set()
-        assert (await task)[0] == 200
-        assert it.backend.metrics.retries == 0
+async def test_a_prefill_that_reports_nothing_of_itself_is_the_process_it_was(site: ServerSite) -> None:
+    await site.meet()
+    site.prefill[0].connector = False
+    site.decode[0].gate.clear()
+    task = asyncio.create_task(site.post())
+    await until(lambda: site.prefill[0].seen and site.prefill[0].seen[0].answered)
+    await asyncio.sleep(0.05)
+    site.decode[0].gate.set()
+    assert (await task)[0] == 200
+    assert site.backend.metrics.retries == 0
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from tests.serve.router.servers.relayed import relayed
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import LIMITS, Seen, ServerSite, server_site
-from tests.support.waiting import run_on_loop, until
+from tests.support.waiting import until
 
 CHATS, GENERATE = "/v1/chat/completions", "/generate"
 SGLANG = DIALECTS["sglang"]
@@ -131,10 +131,6 @@ def choices_of(body: dict, path: str = "") -> list[ServerRequest]:
     return [choice(number) for number in range(request.choices)]
 
 
-def decode_seeds(site: ServerSite) -> list[int]:
-    return [seed_of(seen.body) for seen in site.decode[0].seen]
-
-
 async def events(site: ServerSite, path: str, body: dict, *, begin: int = 0) -> list[Any]:
     """The events of a stream, which must be whole. `begin` events come before decode's `more` is set."""
     async with site.http.post(site.url + path, json=body | {"stream": True}) as response:
@@ -162,187 +158,182 @@ USAGE = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.given(of=SamplingSglang)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", CHATS])
-async def test_the_answer_has_all_choices_and_the_tokens_of_the_prompt_once(path: str) -> None:
-    async with server_site(of=SamplingSglang) as site:
-        async with site.http.post(site.url + path, json=asked(path, "a")) as response:
-            body = await response.read()
-            assert (response.status, response.content_length) == (200, len(body))
-        answer = json.loads(body)
-        texts = [choice["message"]["content"] if path == CHATS else choice["text"] for choice in answer["choices"]]
-        assert texts == ["a7", "a8", "a9"]
-        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
-        assert answer["usage"] == USAGE
-        assert answer["sglext"] == {"output_ids": [[7], [8], [9]], "cached_tokens_details": {"device": 1}}
-        assert answer["id"] == site.decode[0].seen[0].body["rid"]
-        for server in site.servers:
-            assert [seen.body["n"] for seen in server.seen] == [1, 1, 1]
-            assert len({seen.body["bootstrap_room"] for seen in server.seen}) == 3
-            assert len({seen.body["rid"] for seen in server.seen}) == 3
-        assert {seen.body["bootstrap_room"] for seen in site.prefill[0].seen} == {
-            seen.body["bootstrap_room"] for seen in site.decode[0].seen
+async def test_the_answer_has_all_choices_and_the_tokens_of_the_prompt_once(site: ServerSite, path: str) -> None:
+    async with site.http.post(site.url + path, json=asked(path, "a")) as response:
+        body = await response.read()
+        assert (response.status, response.content_length) == (200, len(body))
+    answer = json.loads(body)
+    texts = [choice["message"]["content"] if path == CHATS else choice["text"] for choice in answer["choices"]]
+    assert texts == ["a7", "a8", "a9"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert answer["usage"] == USAGE
+    assert answer["sglext"] == {"output_ids": [[7], [8], [9]], "cached_tokens_details": {"device": 1}}
+    assert answer["id"] == site.decode[0].seen[0].body["rid"]
+    for server in site.servers:
+        assert [seen.body["n"] for seen in server.seen] == [1, 1, 1]
+        assert len({seen.body["bootstrap_room"] for seen in server.seen}) == 3
+        assert len({seen.body["rid"] for seen in server.seen}) == 3
+    assert {seen.body["bootstrap_room"] for seen in site.prefill[0].seen} == {
+        seen.body["bootstrap_room"] for seen in site.decode[0].seen
+    }
+    await is_quiet(site)
+    assert [record.status for record in site.ended] == [200]
+
+
+async def test_choices_of_the_first_of_several_prompts_come_first(site: ServerSite) -> None:
+    _, answer, _ = await site.post(**asked("/v1/completions", ["a", "b"]))
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
+        *enumerate(["a7", "a8", "a9", "b7", "b8", "b9"])
+    ]
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2 * PROMPT_TOKENS, 18)
+    texts: dict[int, str] = {}
+    for event in await events(site, "/v1/completions", asked("/v1/completions", ["a", "b"])):
+        [choice] = event["choices"]
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert [texts[index] for index in range(6)] == ["a7!", "a8!", "a9!", "b7!", "b8!", "b9!"]
+
+
+async def test_sglangs_own_path_answers_with_a_list(site: ServerSite) -> None:
+    for prompts, texts in (("a", ["a7", "a8", "a9"]), (["a", "b"], ["a7", "a8", "a9", "b7", "b8", "b9"])):
+        status, answer, _ = await site.post("/generate", **asked("/generate", prompts))
+        assert (status, [generated["text"] for generated in answer]) == (200, texts)
+        streamed = await events(site, "/generate", asked("/generate", prompts))
+        assert {event["index"]: event["text"] for event in streamed if event["text"] != "!"} == {
+            **dict(enumerate(texts))
         }
-        await is_quiet(site)
-        assert [record.status for record in site.ended] == [200]
-
-
-async def test_choices_of_the_first_of_several_prompts_come_first() -> None:
-    async with server_site(of=SamplingSglang) as site:
-        _, answer, _ = await site.post(**asked("/v1/completions", ["a", "b"]))
-        assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
-            *enumerate(["a7", "a8", "a9", "b7", "b8", "b9"])
-        ]
-        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2 * PROMPT_TOKENS, 18)
-        texts: dict[int, str] = {}
-        for event in await events(site, "/v1/completions", asked("/v1/completions", ["a", "b"])):
-            [choice] = event["choices"]
-            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-        assert [texts[index] for index in range(6)] == ["a7!", "a8!", "a9!", "b7!", "b8!", "b9!"]
-
-
-async def test_sglangs_own_path_answers_with_a_list() -> None:
-    async with server_site(of=SamplingSglang) as site:
-        for prompts, texts in (("a", ["a7", "a8", "a9"]), (["a", "b"], ["a7", "a8", "a9", "b7", "b8", "b9"])):
-            status, answer, _ = await site.post("/generate", **asked("/generate", prompts))
-            assert (status, [generated["text"] for generated in answer]) == (200, texts)
-            streamed = await events(site, "/generate", asked("/generate", prompts))
-            assert {event["index"]: event["text"] for event in streamed if event["text"] != "!"} == {
-                **dict(enumerate(texts))
-            }
-        sampling = [{"n": 3, "sampling_seed": 7}, {"n": 3, "sampling_seed": 7}]
-        sent = [
-            json.loads(SGLANG.decode_body(choice, bytes(16), {}))["sampling_params"]
-            for choice in choices_of({"text": ["a", "b"], "sampling_params": sampling})
-        ]
-        assert sent == [[{"n": 1, "sampling_seed": seed}] * 2 for seed in (7, 8, 9)]
+    sampling = [{"n": 3, "sampling_seed": 7}, {"n": 3, "sampling_seed": 7}]
+    sent = [
+        json.loads(SGLANG.decode_body(choice, bytes(16), {}))["sampling_params"]
+        for choice in choices_of({"text": ["a", "b"], "sampling_params": sampling})
+    ]
+    assert sent == [[{"n": 1, "sampling_seed": seed}] * 2 for seed in (7, 8, 9)]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHATS])
-async def test_streams_are_one_stream_with_one_end(path: str) -> None:
-    async with server_site(of=SamplingSglang) as site:
-        site.decode[0].more.clear()
-        body = asked(path, "a", stream_options={"include_usage": True})
-        *chunks, extension, usage = await events(site, path, body, begin=3)
-        texts = ["", "", ""]
-        for chunk in chunks:
-            [choice] = chunk["choices"]
-            texts[choice["index"]] += choice["delta"]["content"] if path == CHATS else choice["text"]
-        assert texts == ["a7!", "a8!", "a9!"]
-        assert {chunk["choices"][0]["index"] for chunk in chunks[:3]} == {0, 1, 2}, "none waits for another's end"
-        assert sorted(extension["sglext"]["output_ids"]) == [[7], [8], [9]]
-        assert (usage["choices"], usage["usage"]) == ([], USAGE)
-        assert all("stream_options" not in seen.body for seen in site.prefill[0].seen)
-        await is_quiet(site)
-        assert [(record.status, record.stream) for record in site.ended] == [(200, True)]
-        metric = b"pdtransfer_first_token_seconds_count"
-        async with site.http.get(site.url + "/metrics") as response:
-            lines = [line for line in (await response.read()).splitlines() if line.startswith(metric)]
-        assert [line.rpartition(b" ")[2] for line in lines] == [b"1.0"], "the first of all choices counts"
+async def test_streams_are_one_stream_with_one_end(site: ServerSite, path: str) -> None:
+    site.decode[0].more.clear()
+    body = asked(path, "a", stream_options={"include_usage": True})
+    *chunks, extension, usage = await events(site, path, body, begin=3)
+    texts = ["", "", ""]
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["delta"]["content"] if path == CHATS else choice["text"]
+    assert texts == ["a7!", "a8!", "a9!"]
+    assert {chunk["choices"][0]["index"] for chunk in chunks[:3]} == {0, 1, 2}, "none waits for another's end"
+    assert sorted(extension["sglext"]["output_ids"]) == [[7], [8], [9]]
+    assert (usage["choices"], usage["usage"]) == ([], USAGE)
+    assert all("stream_options" not in seen.body for seen in site.prefill[0].seen)
+    await is_quiet(site)
+    assert [(record.status, record.stream) for record in site.ended] == [(200, True)]
+    metric = b"pdtransfer_first_token_seconds_count"
+    async with site.http.get(site.url + "/metrics") as response:
+        lines = [line for line in (await response.read()).splitlines() if line.startswith(metric)]
+    assert [line.rpartition(b" ")[2] for line in lines] == [b"1.0"], "the first of all choices counts"
 
 
-async def test_the_others_follow_once_prefill_has_computed_the_prompt() -> None:
-    async with server_site(of=SamplingSglang) as site:
-        [prefill], [decode] = site.prefill, site.decode
-        prefill.gate.clear()
-        decode.more.clear()
-        task = asyncio.create_task(site.post(**asked("/v1/completions", "a")))
-        await until(lambda: prefill.seen and decode.seen)
-        behind = asyncio.create_task(site.post(prompt="b", seed=9))
-        await until(lambda: len(prefill.seen) == len(decode.seen) == 2)
-        assert decode_seeds(site) == [7, 9], "the other request has overtaken its other choices"
-        assert site.router.open_requests.count == 4
-        prefill.gate.set()
-        await until(lambda: len(prefill.seen) == len(decode.seen) == 4, "no answer of decode has ended")
-        decode.more.set()
-        assert (await task)[0] == (await behind)[0] == 200
+async def test_the_others_follow_once_prefill_has_computed_the_prompt(site: ServerSite) -> None:
+    [prefill], [decode] = site.prefill, site.decode
+    prefill.gate.clear()
+    decode.more.clear()
+    task = asyncio.create_task(site.post(**asked("/v1/completions", "a")))
+    await until(lambda: prefill.seen and decode.seen)
+    behind = asyncio.create_task(site.post(prompt="b", seed=9))
+    await until(lambda: len(prefill.seen) == len(decode.seen) == 2)
+    assert [seed_of(seen.body) for seen in decode.seen] == [7, 9], "the other request has overtaken its other choices"
+    assert site.router.open_requests.count == 4
+    prefill.gate.set()
+    await until(lambda: len(prefill.seen) == len(decode.seen) == 4, "no answer of decode has ended")
+    decode.more.set()
+    assert (await task)[0] == (await behind)[0] == 200
 
 
 @pytest.mark.parametrize("seed", [7, 8])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_choice_that_is_refused_ends_the_request_with_its_answer(seed: int, role: str) -> None:
-    async with server_site(of=SamplingSglang) as site:
-        failing = site.prefill[0] if role == "prefill" else site.decode[0]
-        failing.fails = {seed: 422}
-        site.decode[0].more.clear()  # no other choice ends by itself
-        status, answer, _ = await site.post(**asked("/v1/completions", "a"))
-        assert (status, answer["message"]) == (422, f"{seed} fails")
-        await until(lambda: all(seen.left or seen.answered for server in site.servers for seen in server.seen))
-        given_up = {seen.body["rid"] for seen in site.decode[0].seen if seen.left}
-        assert given_up or seed == 7
-        await until(lambda: given_up <= {*site.decode[0].given_up})
-        await is_quiet(site)
-        assert [record.status for record in site.ended] == [422]
+async def test_a_choice_that_is_refused_ends_the_request_with_its_answer(
+    site: ServerSite, seed: int, role: str
+) -> None:
+    failing = site.prefill[0] if role == "prefill" else site.decode[0]
+    failing.fails = {seed: 422}
+    site.decode[0].more.clear()  # no other choice ends by itself
+    status, answer, _ = await site.post(**asked("/v1/completions", "a"))
+    assert (status, answer["message"]) == (422, f"{seed} fails")
+    await until(lambda: all(seen.left or seen.answered for server in site.servers for seen in server.seen))
+    given_up = {seen.body["rid"] for seen in site.decode[0].seen if seen.left}
+    assert given_up or seed == 7
+    await until(lambda: given_up <= {*site.decode[0].given_up})
+    await is_quiet(site)
+    assert [record.status for record in site.ended] == [422]
 
 
-async def test_a_choice_is_tried_again_like_any_request() -> None:
-    async with server_site(decode=2, of=SamplingSglang) as site:
-        site.decode[0].fails = {7: 500}
-        status, answer, _ = await site.post(**asked("/v1/completions", "a"))
-        assert (status, [choice["text"] for choice in answer["choices"]]) == (200, ["a7", "a8", "a9"])
-        assert site.backend.metrics.retries == 1
-        await is_quiet(site)
-        assert site.ended[0].retried
+@pytest.mark.given(decode=2)
+async def test_a_choice_is_tried_again_like_any_request(site: ServerSite) -> None:
+    site.decode[0].fails = {7: 500}
+    status, answer, _ = await site.post(**asked("/v1/completions", "a"))
+    assert (status, [choice["text"] for choice in answer["choices"]]) == (200, ["a7", "a8", "a9"])
+    assert site.backend.metrics.retries == 1
+    await is_quiet(site)
+    assert site.ended[0].retried
 
 
-async def test_a_choice_keeps_what_another_one_has_noted_of_the_request() -> None:
-    async with server_site(of=SamplingSglang) as site:
-        client = ClientRequest(node="r", path="/v1/completions", request_id="r", first_s=1.0, retried=True)
-        read = relayed(asked("/v1/completions", "a", stream=True), engine="sglang")
-        answer = await site.backend.answer(site.backend.request(read, read.body, client), client)
-        assert (client.first_s, client.retried) == (1.0, True), "as another choice has left them"
-        answer.close(complete=False)
+async def test_a_choice_keeps_what_another_one_has_noted_of_the_request(site: ServerSite) -> None:
+    client = ClientRequest(node="r", path="/v1/completions", request_id="r", first_s=1.0, retried=True)
+    read = relayed(asked("/v1/completions", "a", stream=True), engine="sglang")
+    answer = await site.backend.answer(site.backend.request(read, read.body, client), client)
+    assert (client.first_s, client.retried) == (1.0, True), "as another choice has left them"
+    answer.close(complete=False)
 
 
-async def test_a_stream_whose_choice_fails_before_it_has_begun_ends_with_an_error() -> None:
-    async with server_site(of=SamplingSglang) as site:
-        [decode] = site.decode
-        decode.fails, decode.fails_after = {9: 422}, asyncio.Event()
-        decode.more.clear()
-        async with site.http.post(
-            site.url + "/v1/completions", json=asked("/v1/completions", "a", stream=True)
-        ) as response:
-            await response.content.readuntil(b"\n\n")
-            decode.fails_after.set()
-            *_, last, rest = (await response.read()).decode().split("\n\n")
-        assert rest == ""
-        message = json.loads(last.removeprefix("data: "))["error"]["message"]
-        assert "choice 2: a server answers 422" in message
-        assert "9 fails" in message
-        await until(lambda: sum(seen.left for seen in decode.seen) == len(decode.seen) - 1)
-        await is_quiet(site)
+async def test_a_stream_whose_choice_fails_before_it_has_begun_ends_with_an_error(site: ServerSite) -> None:
+    [decode] = site.decode
+    decode.fails, decode.fails_after = {9: 422}, asyncio.Event()
+    decode.more.clear()
+    async with site.http.post(
+        site.url + "/v1/completions", json=asked("/v1/completions", "a", stream=True)
+    ) as response:
+        await response.content.readuntil(b"\n\n")
+        decode.fails_after.set()
+        *_, last, rest = (await response.read()).decode().split("\n\n")
+    assert rest == ""
+    message = json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert "choice 2: a server answers 422" in message
+    assert "9 fails" in message
+    await until(lambda: sum(seen.left for seen in decode.seen) == len(decode.seen) - 1)
+    await is_quiet(site)
 
 
-async def test_an_error_in_one_stream_ends_the_others() -> None:
-    async with server_site(of=SamplingSglang) as site:
-        [decode] = site.decode
-        decode.breaks, decode.held = {8}, {7, 9}
-        decode.more.clear()
-        site.prefill[0].more.clear()  # prefill learns late that its KV has landed
-        *_, last = await events(site, "/v1/completions", asked("/v1/completions", "a"), begin=3)
-        assert last == {"error": {"message": "8 breaks", "code": 500}}
-        for server in site.servers:
-            await until(lambda server=server: {seed_of(seen.body) for seen in server.seen if seen.left} == {7, 9})
-        site.prefill[0].more.set()
-        await is_quiet(site)
+async def test_an_error_in_one_stream_ends_the_others(site: ServerSite) -> None:
+    [decode] = site.decode
+    decode.breaks, decode.held = {8}, {7, 9}
+    decode.more.clear()
+    site.prefill[0].more.clear()  # prefill learns late that its KV has landed
+    *_, last = await events(site, "/v1/completions", asked("/v1/completions", "a"), begin=3)
+    assert last == {"error": {"message": "8 breaks", "code": 500}}
+    for server in site.servers:
+        await until(lambda server=server: {seed_of(seen.body) for seen in server.seen if seen.left} == {7, 9})
+    site.prefill[0].more.set()
+    await is_quiet(site)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("computed", [False, True])
-async def test_a_client_that_leaves_cancels_all(stream: bool, computed: bool) -> None:
-    async with server_site(of=SamplingSglang) as site:
-        [prefill], [decode] = site.prefill, site.decode
-        decode.more.clear()
-        if not computed:
-            prefill.gate.clear()
-        body = asked("/v1/completions", "a", stream=stream)
-        task = asyncio.create_task(site.post(**body))
-        await until(lambda: len(decode.seen) == (3 if computed else 1))
-        if computed and stream:
-            await until(lambda: decode.sent > 0)
-        task.cancel()
-        await until(lambda: all(seen.left for seen in decode.seen))
-        await is_quiet(site)
-        assert len(decode.seen) == (3 if computed else 1)
+async def test_a_client_that_leaves_cancels_all(site: ServerSite, stream: bool, computed: bool) -> None:
+    [prefill], [decode] = site.prefill, site.decode
+    decode.more.clear()
+    if not computed:
+        prefill.gate.clear()
+    body = asked("/v1/completions", "a", stream=stream)
+    task = asyncio.create_task(site.post(**body))
+    await until(lambda: len(decode.seen) == (3 if computed else 1))
+    if computed and stream:
+        await until(lambda: decode.sent > 0)
+    task.cancel()
+    await until(lambda: all(seen.left for seen in decode.seen))
+    await is_quiet(site)
+    assert len(decode.seen) == (3 if computed else 1)
 
 
 @pytest.mark.parametrize(
@@ -443,14 +434,13 @@ async def test_each_choice_is_made_in_a_turn_of_the_loop_of_its_own() -> None:
     assert len({*turns.values()}) == 9
 
 
-async def test_what_is_beyond_the_bound_reaches_nobody() -> None:
-    async with server_site(of=SamplingSglang) as site:
-        status, answer, _ = await site.post(n=SERVER_CHOICES_MAX + 1)
-        assert (status, answer["error"]["param"]) == (400, "n")
-        assert str(SERVER_CHOICES_MAX) in answer["error"]["message"]
-        status, answer, _ = await site.post(n=2, seed="x")
-        assert (status, answer["error"]["param"]) == (400, "seed")
-        assert not any(server.seen for server in site.servers)
+async def test_what_is_beyond_the_bound_reaches_nobody(site: ServerSite) -> None:
+    status, answer, _ = await site.post(n=SERVER_CHOICES_MAX + 1)
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert str(SERVER_CHOICES_MAX) in answer["error"]["message"]
+    status, answer, _ = await site.post(n=2, seed="x")
+    assert (status, answer["error"]["param"]) == (400, "seed")
+    assert not any(server.seen for server in site.servers)
 
 
 async def test_a_request_counts_as_its_choices() -> None:
@@ -581,7 +571,9 @@ def test_sglangs_own_fields_are_in_the_order_of_the_choices() -> None:
 
 
 @pytest.mark.parametrize(("length", "elsewhere"), [(10, False), (JOINED_INLINE_BYTES_MAX, True)])
-def test_large_answers_are_joined_in_a_thread(length: int, elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_answers_are_joined_in_a_thread(
+    length: int, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     joins: list[bool] = []
     end = JoinedAnswers.end
 
@@ -589,95 +581,86 @@ def test_large_answers_are_joined_in_a_thread(length: int, elsewhere: bool, monk
         joins.append(threading.current_thread() is not threading.main_thread())
         return end(joined)
 
-    async def case() -> None:
-        async with server_site(of=SamplingSglang) as site:
-            status, answer, _ = await site.post(**asked("/v1/completions", "a" * length))
-            assert (status, [len(choice["text"]) for choice in answer["choices"]]) == (200, [length + 1] * 3)
-
     monkeypatch.setattr(JoinedAnswers, "end", seen_end)
-    run_on_loop(case)
+    async with server_site(of=SamplingSglang) as site:
+        status, answer, _ = await site.post(**asked("/v1/completions", "a" * length))
+        assert (status, [len(choice["text"]) for choice in answer["choices"]]) == (200, [length + 1] * 3)
     assert joins == [elsewhere]
 
 
-async def test_answers_that_are_too_large_together_fail_and_the_others_are_cancelled() -> None:
-    async with server_site(of=SamplingSglang) as site:
-        [decode] = site.decode
-        decode.answer_of = lambda path, body: {"choices": [{"text": "x" * (HTTP_BODY_BYTES_MAX // 2)}]}  # type: ignore[method-assign]
-        status, answer, _ = await site.post(**asked("/v1/completions", "a"))
-        assert (status, answer["error"]["code"]) == (502, "breach")
-        assert f"larger than {HTTP_BODY_BYTES_MAX} bytes together" in answer["error"]["message"]
-        await is_quiet(site)
+async def test_answers_that_are_too_large_together_fail_and_the_others_are_cancelled(site: ServerSite) -> None:
+    [decode] = site.decode
+    decode.answer_of = lambda path, body: {"choices": [{"text": "x" * (HTTP_BODY_BYTES_MAX // 2)}]}  # type: ignore[method-assign]
+    status, answer, _ = await site.post(**asked("/v1/completions", "a"))
+    assert (status, answer["error"]["code"]) == (502, "breach")
+    assert f"larger than {HTTP_BODY_BYTES_MAX} bytes together" in answer["error"]["message"]
+    await is_quiet(site)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_answers_that_are_kept_to_be_joined_have_one_bound_for_all_choices(role: str) -> None:
+async def test_answers_that_are_kept_to_be_joined_have_one_bound_for_all_choices(site: ServerSite, role: str) -> None:
     """The last choice's answer never ends: what has come of it is too much beside the others."""
     size = HTTP_BODY_BYTES_MAX * 2 // 5
-    async with server_site(of=SamplingSglang) as site:
-        [server] = getattr(site, role)
-        reply, last = server.reply, 9
+    [server] = getattr(site, role)
+    reply, last = server.reply, 9
 
-        async def endless(request: web.Request, seen: Seen) -> web.StreamResponse:
-            if seed_of(seen.body) != last:
-                return await reply(request, seen)
-            response = web.StreamResponse()
-            await response.prepare(request)
-            await response.write(b" " * size)
-            await asyncio.Event().wait()
-            return response
+    async def endless(request: web.Request, seen: Seen) -> web.StreamResponse:
+        if seed_of(seen.body) != last:
+            return await reply(request, seen)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b" " * size)
+        await asyncio.Event().wait()
+        return response
 
-        server.reply = endless
-        server.answer_of = lambda path, body: {"text": "x" * size, "meta_info": {}}
-        body = asked("/generate", "a", return_logprob=True, logprob_start_len=0)
-        status, answer, _ = await site.post("/generate", **body)
-        assert (status, answer["error"]["code"]) == (502, "breach")
-        text = f"do not fit: {role}'s are larger than {HTTP_BODY_BYTES_MAX} bytes together"
-        assert text in answer["error"]["message"]
-        await is_quiet(site)
-
-
-async def test_what_a_failed_attempt_has_kept_counts_no_more() -> None:
-    async with server_site(of=SamplingSglang, decode=2) as site:
-        [prefill] = site.prefill
-        prefill.answer_of = lambda path, body: {"text": "x" * (HTTP_BODY_BYTES_MAX * 3 // 5), "meta_info": {}}  # type: ignore[method-assign]
-        computed = asyncio.Event()
-        for decode in site.decode:
-            decode.fails, decode.fails_after = {7: 500}, computed
-        asking = asyncio.create_task(
-            site.post(
-                "/generate", text="a", sampling_params={"sampling_seed": 7}, return_logprob=True, logprob_start_len=0
-            )
-        )
-        await until(lambda: any(decode.seen for decode in site.decode))
-        await until(lambda: not site.backend.pool.prefill[0].unfinished)
-        failing = next(decode for decode in site.decode if decode.seen)
-        for decode in site.decode:
-            if decode is not failing:
-                decode.fails = {}
-        computed.set()
-        assert (await asking)[0] == 200
+    server.reply = endless
+    server.answer_of = lambda path, body: {"text": "x" * size, "meta_info": {}}
+    body = asked("/generate", "a", return_logprob=True, logprob_start_len=0)
+    status, answer, _ = await site.post("/generate", **body)
+    assert (status, answer["error"]["code"]) == (502, "breach")
+    text = f"do not fit: {role}'s are larger than {HTTP_BODY_BYTES_MAX} bytes together"
+    assert text in answer["error"]["message"]
+    await is_quiet(site)
 
 
-async def test_a_refusal_of_a_choice_has_a_bound() -> None:
-    async with server_site(of=SamplingSglang) as site:
-        [decode] = site.decode
-        decode.fails, decode.why = {8: 422}, "x" * (HTTP_BODY_BYTES_MAX + 1)
+@pytest.mark.given(decode=2)
+async def test_what_a_failed_attempt_has_kept_counts_no_more(site: ServerSite) -> None:
+    [prefill] = site.prefill
+    prefill.answer_of = lambda path, body: {"text": "x" * (HTTP_BODY_BYTES_MAX * 3 // 5), "meta_info": {}}  # type: ignore[method-assign]
+    computed = asyncio.Event()
+    for decode in site.decode:
+        decode.fails, decode.fails_after = {7: 500}, computed
+    asking = asyncio.create_task(
+        site.post("/generate", text="a", sampling_params={"sampling_seed": 7}, return_logprob=True, logprob_start_len=0)
+    )
+    await until(lambda: any(decode.seen for decode in site.decode))
+    await until(lambda: not site.backend.pool.prefill[0].unfinished)
+    failing = next(decode for decode in site.decode if decode.seen)
+    for decode in site.decode:
+        if decode is not failing:
+            decode.fails = {}
+    computed.set()
+    assert (await asking)[0] == 200
+
+
+async def test_a_refusal_of_a_choice_has_a_bound(site: ServerSite) -> None:
+    [decode] = site.decode
+    decode.fails, decode.why = {8: 422}, "x" * (HTTP_BODY_BYTES_MAX + 1)
+    status, answer, _ = await site.post(**asked("/v1/completions", "a"))
+    assert (status, answer["error"]["code"]) == (502, "breach")
+    assert f"answers 422, and more than {HTTP_BODY_BYTES_MAX} bytes" in answer["error"]["message"]
+    await is_quiet(site)
+
+
+async def test_an_answer_that_cannot_be_joined_is_an_error_of_the_servers(site: ServerSite) -> None:
+    [decode] = site.decode
+    for wrong in (
+        lambda path, body: {"choices": [{}] * seed_of(body)},
+        lambda path, body: {"choices": [{}], "sglext": {"output_ids": 5}},
+        lambda path, body: {"choices": [{}], "usage": DEEP},
+    ):
+        decode.answer_of = wrong  # type: ignore[method-assign]
         status, answer, _ = await site.post(**asked("/v1/completions", "a"))
         assert (status, answer["error"]["code"]) == (502, "breach")
-        assert f"answers 422, and more than {HTTP_BODY_BYTES_MAX} bytes" in answer["error"]["message"]
-        await is_quiet(site)
-
-
-async def test_an_answer_that_cannot_be_joined_is_an_error_of_the_servers() -> None:
-    async with server_site(of=SamplingSglang) as site:
-        [decode] = site.decode
-        for wrong in (
-            lambda path, body: {"choices": [{}] * seed_of(body)},
-            lambda path, body: {"choices": [{}], "sglext": {"output_ids": 5}},
-            lambda path, body: {"choices": [{}], "usage": DEEP},
-        ):
-            decode.answer_of = wrong  # type: ignore[method-assign]
-            status, answer, _ = await site.post(**asked("/v1/completions", "a"))
-            assert (status, answer["error"]["code"]) == (502, "breach")
-            assert "do not fit" in answer["error"]["message"]
-        await is_quiet(site)
+        assert "do not fit" in answer["error"]["message"]
+    await is_quiet(site)

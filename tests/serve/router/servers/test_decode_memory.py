@@ -10,7 +10,7 @@ from pdtransfer.serve.router.backends.servers import backend
 from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
 from pdtransfer.serve.router.backends.servers.server_pool import Waiting
 from tests.support.sglang_servers import FakeSglang
-from tests.support.vllm_servers import LIMITS, server_site
+from tests.support.vllm_servers import LIMITS, ServerSite, server_site
 from tests.support.waiting import until
 
 LATE = replace(LIMITS, room_deadline_ms=300)
@@ -18,41 +18,41 @@ WHY = "the first needs 1662 tokens, --num-reserved-decode-tokens 512 among them:
 METRIC = "pdtransfer_server_waiting_requests"
 
 
-async def test_a_request_that_decode_does_not_take_is_no_failure_of_prefill() -> None:
+@pytest.mark.given(of=FakeSglang, prefill=2, limits=LATE)
+async def test_a_request_that_decode_does_not_take_is_no_failure_of_prefill(site: ServerSite) -> None:
     """SGLang's prefill answers only once decode has the KV."""
-    async with server_site(of=FakeSglang, prefill=2, limits=LATE) as site:
-        (decode,) = site.decode
-        decode.shown = {"waiting": {"requests": 2, "why": WHY}}
-        for server in site.servers:
-            server.gate.clear()
-        status, answer, _ = await site.post()
-        message = answer["error"]["message"]
-        assert (status, answer["error"]["code"]) == (504, "deadline")
-        assert message.startswith(f"{decode.url}: has not taken the KV from http://127.0.0.1:")
-        assert message.endswith(f" within 300 ms: 2 requests wait for its memory: {WHY}")
-        asked = [prefill for prefill in site.prefill if prefill.seen]
-        assert len(asked) == 2, "another pair is tried once, since decode may have memory by then"
-        assert all(server.identity for server in site.backend.pool.prefill), "prefill is what it was"
+    (decode,) = site.decode
+    decode.shown = {"waiting": {"requests": 2, "why": WHY}}
+    for server in site.servers:
+        server.gate.clear()
+    status, answer, _ = await site.post()
+    message = answer["error"]["message"]
+    assert (status, answer["error"]["code"]) == (504, "deadline")
+    assert message.startswith(f"{decode.url}: has not taken the KV from http://127.0.0.1:")
+    assert message.endswith(f" within 300 ms: 2 requests wait for its memory: {WHY}")
+    asked = [prefill for prefill in site.prefill if prefill.seen]
+    assert len(asked) == 2, "another pair is tried once, since decode may have memory by then"
+    assert all(server.identity for server in site.backend.pool.prefill), "prefill is what it was"
 
 
 @pytest.mark.parametrize("shown", [{}, {"waiting": {"requests": 0, "why": ""}}, {"waiting": {"requests": -1}}])
-async def test_where_decode_has_memory_either_may_be_late(shown: dict) -> None:
-    async with server_site(of=FakeSglang, limits=LATE) as site:
-        site.decode[0].shown = shown
-        for server in site.servers:
-            server.gate.clear()
-        status, answer, _ = await site.post()
-        assert (status, answer["error"]["code"]) == (504, "deadline")
-        assert answer["error"]["message"].startswith(f"{site.decode[0].url}: has not taken the KV from")
-        assert answer["error"]["message"].endswith("within 300 ms; either may be late")
+@pytest.mark.given(of=FakeSglang, limits=LATE)
+async def test_where_decode_has_memory_either_may_be_late(site: ServerSite, shown: dict) -> None:
+    site.decode[0].shown = shown
+    for server in site.servers:
+        server.gate.clear()
+    status, answer, _ = await site.post()
+    assert (status, answer["error"]["code"]) == (504, "deadline")
+    assert answer["error"]["message"].startswith(f"{site.decode[0].url}: has not taken the KV from")
+    assert answer["error"]["message"].endswith("within 300 ms; either may be late")
 
 
-async def test_a_prefill_of_vllm_that_does_not_answer_is_late_itself() -> None:
+@pytest.mark.given(limits=LATE)
+async def test_a_prefill_of_vllm_that_does_not_answer_is_late_itself(site: ServerSite) -> None:
     """It answers when the prompt is computed, whatever decode waits for."""
-    async with server_site(limits=LATE) as site:
-        site.prefill[0].gate.clear()
-        status, answer, _ = await site.post()
-        assert (status, answer["error"]["message"]) == (504, f"{site.prefill[0].url}: no answer in time")
+    site.prefill[0].gate.clear()
+    status, answer, _ = await site.post()
+    assert (status, answer["error"]["message"]) == (504, f"{site.prefill[0].url}: no answer in time")
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

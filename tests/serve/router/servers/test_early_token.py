@@ -199,27 +199,25 @@ async def first_event(it: ServerSite, **body: Any) -> tuple[asyncio.Task[str], s
     return asyncio.create_task(read()), await begun
 
 
-async def test_a_stream_begins_before_decode_and_goes_on_with_what_follows() -> None:
-    async with server_site() as it:
-        await it.meet()
-        it.decode[0].gate.clear()
-        task, first = await first_event(it)
-        assert '"one "' in first
-        (seen,) = it.prefill[0].seen
-        assert (seen.body["stream"], seen.body["logprobs"], seen.body["max_tokens"]) == (True, 2, 1)
-        assert not task.done()
-        it.decode[0].gate.set()
-        assert texts(await task) == PIECES
-        assert "logprobs" not in it.decode[0].seen[0].body
-        assert (it.backend.metrics.first_tokens_early, it.backend.metrics.first_tokens_wrong) == (1, 0)
-        await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
+async def test_a_stream_begins_before_decode_and_goes_on_with_what_follows(site: ServerSite) -> None:
+    await site.meet()
+    site.decode[0].gate.clear()
+    task, first = await first_event(site)
+    assert '"one "' in first
+    (seen,) = site.prefill[0].seen
+    assert (seen.body["stream"], seen.body["logprobs"], seen.body["max_tokens"]) == (True, 2, 1)
+    assert not task.done()
+    site.decode[0].gate.set()
+    assert texts(await task) == PIECES
+    assert "logprobs" not in site.decode[0].seen[0].body
+    assert (site.backend.metrics.first_tokens_early, site.backend.metrics.first_tokens_wrong) == (1, 0)
+    await until(lambda: not any(each.unfinished for each in site.backend.pool.all))
 
 
-async def test_the_first_request_of_a_prefill_learns_who_it_is_and_waits() -> None:
-    async with server_site() as it:
-        assert texts(await it.stream(temperature=0)) == PIECES
-        assert it.prefill[0].seen[0].body["stream"] is False
-        assert it.backend.metrics.first_tokens_early == 0
+async def test_the_first_request_of_a_prefill_learns_who_it_is_and_waits(site: ServerSite) -> None:
+    assert texts(await site.stream(temperature=0)) == PIECES
+    assert site.prefill[0].seen[0].body["stream"] is False
+    assert site.backend.metrics.first_tokens_early == 0
 
 
 @pytest.mark.parametrize("how", ["off", "not greedy", "close", "refused", "another position"])
@@ -251,50 +249,49 @@ async def test_where_it_may_not_come_early_decodes_stream_is_whole(how: str) -> 
         assert it.backend.pool.prefill[0].identity is not None
 
 
-async def test_another_decode_goes_on_where_the_first_one_fails_behind_the_first_token() -> None:
-    async with server_site(decode=2) as it:
-        await it.meet()
-        bad, good = it.decode
-        it.server(good).unfinished += 1
-        bad.gate.clear()
-        task, first = await first_event(it)
-        assert '"one "' in first
-        bad.first_error = 500
-        bad.gate.set()
-        assert texts(await task) == PIECES
-        assert len(good.seen) == 1
-        assert (it.backend.metrics.retries, it.backend.metrics.answers_cut) == (1, 0)
-        await until(lambda: not it.server(bad).unfinished)
+@pytest.mark.given(decode=2)
+async def test_another_decode_goes_on_where_the_first_one_fails_behind_the_first_token(site: ServerSite) -> None:
+    await site.meet()
+    bad, good = site.decode
+    site.server(good).unfinished += 1
+    bad.gate.clear()
+    task, first = await first_event(site)
+    assert '"one "' in first
+    bad.first_error = 500
+    bad.gate.set()
+    assert texts(await task) == PIECES
+    assert len(good.seen) == 1
+    assert (site.backend.metrics.retries, site.backend.metrics.answers_cut) == (1, 0)
+    await until(lambda: not site.server(bad).unfinished)
 
 
 @pytest.mark.parametrize("how", ["another token", "no stream"])
 async def test_a_stream_that_decode_does_not_go_on_with_ends_with_an_error(
-    how: str, caplog: pytest.LogCaptureFixture
+    site: ServerSite, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with server_site() as it:
-        await it.meet()
-        decode, reply = it.decode[0], it.decode[0].reply
-        decode.pieces = ["One ", "two"]
+    await site.meet()
+    decode, reply = site.decode[0], site.decode[0].reply
+    decode.pieces = ["One ", "two"]
 
-        async def answers(request: web.Request, seen: Any) -> web.StreamResponse:
-            await decode.gate.wait()
-            return web.json_response({"choices": [{"text": "one "}]})
+    async def answers(request: web.Request, seen: Any) -> web.StreamResponse:
+        await decode.gate.wait()
+        return web.json_response({"choices": [{"text": "one "}]})
 
-        for _ in range(EARLY_WRONG_MAX):
-            decode.gate.clear()
-            decode.reply = reply if how == "another token" else answers  # type: ignore[method-assign]
-            task, first = await first_event(it)
-            assert '"one "' in first
-            decode.gate.set()
-            *_, last, rest = (await task).split("\n\n")
-            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine"
-            assert (rest, it.ended[-1].status) == ("", 500)
-        assert it.backend.metrics.first_tokens_wrong == EARLY_WRONG_MAX
-        assert "does not go on behind prefill's first token" in caplog.text
-        decode.reply = reply  # type: ignore[method-assign]
-        it.prefill[0].seen.clear()
-        assert texts(await it.stream(temperature=0)) == ["One ", "two"]
-        assert it.prefill[0].seen[0].body["stream"] is False, "no first token is shown early any more"
+    for _ in range(EARLY_WRONG_MAX):
+        decode.gate.clear()
+        decode.reply = reply if how == "another token" else answers  # type: ignore[method-assign]
+        task, first = await first_event(site)
+        assert '"one "' in first
+        decode.gate.set()
+        *_, last, rest = (await task).split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine"
+        assert (rest, site.ended[-1].status) == ("", 500)
+    assert site.backend.metrics.first_tokens_wrong == EARLY_WRONG_MAX
+    assert "does not go on behind prefill's first token" in caplog.text
+    decode.reply = reply  # type: ignore[method-assign]
+    site.prefill[0].seen.clear()
+    assert texts(await site.stream(temperature=0)) == ["One ", "two"]
+    assert site.prefill[0].seen[0].body["stream"] is False, "no first token is shown early any more"
 
 
 def chat_texts(stream: str) -> list[dict]:
@@ -304,74 +301,72 @@ def chat_texts(stream: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("text_field", ["content", "reasoning"])
-async def test_chats_begin_with_prefills_token_once_one_of_their_kind_began_alike(text_field: str) -> None:
+async def test_chats_begin_with_prefills_token_once_one_of_their_kind_began_alike(
+    site: ServerSite, text_field: str
+) -> None:
     """Where the servers have other parsers, decode puts in another field what prefill puts in this one."""
-    async with server_site() as it:
-        await it.meet()
-        (prefill,), (decode,) = it.prefill, it.decode
-        decode.text_field, whole = (
-            text_field,
-            [{"role": "assistant", "content": ""}, *({text_field: piece} for piece in PIECES)],
-        )
-        known = it.server(decode).begins_alike
+    await site.meet()
+    (prefill,), (decode,) = site.prefill, site.decode
+    decode.text_field, whole = (
+        text_field,
+        [{"role": "assistant", "content": ""}, *({text_field: piece} for piece in PIECES)],
+    )
+    known = site.server(decode).begins_alike
 
-        async def chat(**more: Any) -> list[dict]:
-            async with it.http.post(it.url + "/v1/chat/completions", json=CHAT | more) as response:
-                return chat_texts((await response.read()).decode())
+    async def chat(**more: Any) -> list[dict]:
+        async with site.http.post(site.url + "/v1/chat/completions", json=CHAT | more) as response:
+            return chat_texts((await response.read()).decode())
 
-        def begun() -> tuple[int, bool]:
-            return it.backend.metrics.first_tokens_early, prefill.seen[-1].body["stream"]
+    def begun() -> tuple[int, bool]:
+        return site.backend.metrics.first_tokens_early, prefill.seen[-1].body["stream"]
 
-        assert (await chat(), begun()) == (whole, (0, True)), "the first one is compared"
-        await until(lambda: list(known.values()) == [text_field == "content"])
-        if text_field == "content":
-            decode.gate.clear()
-            again = asyncio.create_task(chat())
-            await until(lambda: it.backend.metrics.first_tokens_early == 1)
-            decode.gate.set()
-            assert await again == whole
-        else:
-            assert (await chat(), begun()) == (whole, (0, False))
-        thinks = {"chat_template_kwargs": {"enable_thinking": True}}
-        early = it.backend.metrics.first_tokens_early
-        assert (await chat(**thinks), begun()) == (whole, (early, True)), "another kind is compared anew"
-        prefill.engine = "p0 again"  # another process: its identity is learnt first
-        it.backend.pool.prefill[0].identity = None
-        assert [(await chat(), begun()) for _ in range(2)] == [(whole, (early, False)), (whole, (early, True))]
-        assert it.backend.metrics.first_tokens_wrong == 0
-
-
-async def test_no_more_kinds_of_chats_than_are_remembered_are_compared() -> None:
-    async with server_site() as it:
-        await it.meet()
-        known = it.server(it.decode[0]).begins_alike
-        known |= {("p0", bytes([number])): True for number in range(EARLY_KINDS_MAX)}
-        async with it.http.post(it.url + "/v1/chat/completions", json=CHAT) as response:
-            _, *pieces = chat_texts((await response.read()).decode())
-        assert pieces == [{"content": piece} for piece in PIECES]
-        assert it.prefill[0].seen[-1].body["stream"] is False
-        assert len(known) == EARLY_KINDS_MAX
+    assert (await chat(), begun()) == (whole, (0, True)), "the first one is compared"
+    await until(lambda: list(known.values()) == [text_field == "content"])
+    if text_field == "content":
+        decode.gate.clear()
+        again = asyncio.create_task(chat())
+        await until(lambda: site.backend.metrics.first_tokens_early == 1)
+        decode.gate.set()
+        assert await again == whole
+    else:
+        assert (await chat(), begun()) == (whole, (0, False))
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    early = site.backend.metrics.first_tokens_early
+    assert (await chat(**thinks), begun()) == (whole, (early, True)), "another kind is compared anew"
+    prefill.engine = "p0 again"  # another process: its identity is learnt first
+    site.backend.pool.prefill[0].identity = None
+    assert [(await chat(), begun()) for _ in range(2)] == [(whole, (early, False)), (whole, (early, True))]
+    assert site.backend.metrics.first_tokens_wrong == 0
 
 
-async def test_a_refusal_of_decode_behind_the_first_token_is_the_streams_last_event() -> None:
-    async with server_site() as it:
-        await it.meet()
-        it.decode[0].first_error = 400
-        it.decode[0].gate.clear()
-        task, _ = await first_event(it)
-        it.decode[0].gate.set()
-        *_, last, rest = (await task).split("\n\n")
-        assert (json.loads(last.removeprefix("data: "))["error"]["code"], rest) == ("engine", "")
-        assert (it.ended[-1].status, it.backend.metrics.retries) == (400, 0)
+async def test_no_more_kinds_of_chats_than_are_remembered_are_compared(site: ServerSite) -> None:
+    await site.meet()
+    known = site.server(site.decode[0]).begins_alike
+    known |= {("p0", bytes([number])): True for number in range(EARLY_KINDS_MAX)}
+    async with site.http.post(site.url + "/v1/chat/completions", json=CHAT) as response:
+        _, *pieces = chat_texts((await response.read()).decode())
+    assert pieces == [{"content": piece} for piece in PIECES]
+    assert site.prefill[0].seen[-1].body["stream"] is False
+    assert len(known) == EARLY_KINDS_MAX
 
 
-async def test_a_client_that_leaves_behind_the_first_token_cancels_decode() -> None:
-    async with server_site() as it:
-        await it.meet()
-        it.decode[0].gate.clear()
-        task, _ = await first_event(it)
-        await until(lambda: it.decode[0].seen)
-        task.cancel()
-        await until(lambda: it.decode[0].seen[0].left)
-        await until(lambda: it.prefill[0].given_up == [it.prefill[0].seen[0].kv["transfer_id"]])
-        await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
+async def test_a_refusal_of_decode_behind_the_first_token_is_the_streams_last_event(site: ServerSite) -> None:
+    await site.meet()
+    site.decode[0].first_error = 400
+    site.decode[0].gate.clear()
+    task, _ = await first_event(site)
+    site.decode[0].gate.set()
+    *_, last, rest = (await task).split("\n\n")
+    assert (json.loads(last.removeprefix("data: "))["error"]["code"], rest) == ("engine", "")
+    assert (site.ended[-1].status, site.backend.metrics.retries) == (400, 0)
+
+
+async def test_a_client_that_leaves_behind_the_first_token_cancels_decode(site: ServerSite) -> None:
+    await site.meet()
+    site.decode[0].gate.clear()
+    task, _ = await first_event(site)
+    await until(lambda: site.decode[0].seen)
+    task.cancel()
+    await until(lambda: site.decode[0].seen[0].left)
+    await until(lambda: site.prefill[0].given_up == [site.prefill[0].seen[0].kv["transfer_id"]])
+    await until(lambda: not any(each.unfinished for each in site.backend.pool.all))

@@ -38,40 +38,40 @@ async def test_models_are_as_long_as_the_longest_pair(
         assert await published(site) == longest
 
 
-async def test_sglangs_servers_are_as_long_as_their_kv_caches() -> None:
-    async with server_site(of=FakeSglang) as site:
-        (prefill,), (decode,) = site.prefill, site.decode
-        prefill.longest = decode.longest = 8_192
-        prefill.shown, decode.shown = {"context_tokens": 4_096}, {"context_tokens": 688}
-        assert await published(site) == 688
+@pytest.mark.given(of=FakeSglang)
+async def test_sglangs_servers_are_as_long_as_their_kv_caches(site: ServerSite) -> None:
+    (prefill,), (decode,) = site.prefill, site.decode
+    prefill.longest = decode.longest = 8_192
+    prefill.shown, decode.shown = {"context_tokens": 4_096}, {"context_tokens": 688}
+    assert await published(site) == 688
 
 
-async def test_a_shorter_server_is_known_before_anybody_asks_for_the_models() -> None:
-    async with server_site(decode=2) as site:
-        shorter, longer = site.decode
-        refuses(shorter, 512)
-        longer.longest = 1_024
-        shorter.healthy = longer.healthy = False
-        await until(lambda: not any(server.usable for server in site.backend.pool.decode))
-        shorter.healthy = longer.healthy = True
-        await until(lambda: site.backend.pool.is_shorter(site.backend.pool.decode[0]))
-        assert [(await site.post())[0] for _ in range(2)] == [200] * 2
-        assert shorter.seen, "it was asked"
+@pytest.mark.given(decode=2)
+async def test_a_shorter_server_is_known_before_anybody_asks_for_the_models(site: ServerSite) -> None:
+    shorter, longer = site.decode
+    refuses(shorter, 512)
+    longer.longest = 1_024
+    shorter.healthy = longer.healthy = False
+    await until(lambda: not any(server.usable for server in site.backend.pool.decode))
+    shorter.healthy = longer.healthy = True
+    await until(lambda: site.backend.pool.is_shorter(site.backend.pool.decode[0]))
+    assert [(await site.post())[0] for _ in range(2)] == [200] * 2
+    assert shorter.seen, "it was asked"
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_what_a_shorter_server_refuses_goes_to_a_longer_one(side: str) -> None:
-    async with server_site(prefill=2, decode=2) as site:
-        servers = site.prefill if side == "prefill" else site.decode
-        for server in site.servers:
-            server.longest = 1_024
-        refuses(servers[0], 512)
-        assert await published(site) == 1_024
-        statuses = [(await site.post())[0] for _ in range(4)]
-        assert statuses == [200] * 4
-        assert servers[0].seen, "it was asked"
-        refuses(servers[1], 512)
-        assert (await site.post())[0] == 400
+@pytest.mark.given(prefill=2, decode=2)
+async def test_what_a_shorter_server_refuses_goes_to_a_longer_one(site: ServerSite, side: str) -> None:
+    servers = site.prefill if side == "prefill" else site.decode
+    for server in site.servers:
+        server.longest = 1_024
+    refuses(servers[0], 512)
+    assert await published(site) == 1_024
+    statuses = [(await site.post())[0] for _ in range(4)]
+    assert statuses == [200] * 4
+    assert servers[0].seen, "it was asked"
+    refuses(servers[1], 512)
+    assert (await site.post())[0] == 400
 
 
 def refuses(server: FakeVllm, longest: int) -> None:

@@ -13,7 +13,7 @@ from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.serve.router.backends.servers.prompt_logprobs import asked, joined
 from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from tests.support.sglang_servers import FakeSglang
-from tests.support.vllm_servers import ServerSite, server_site
+from tests.support.vllm_servers import ServerSite
 
 OF_PROMPT = {
     "input_token_logprobs": [[None, 1, None], [-2.5, 2, None]],
@@ -118,12 +118,12 @@ async def answer_with(it: ServerSite, of_prefill: object) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("fits", [True, False])
-async def test_a_client_gets_one_answer_of_both_servers(fits: bool) -> None:
-    async with server_site(of=FakeSglang) as it:
-        status, answer = await answer_with(it, PREFILL if fits else [PREFILL, PREFILL])
-        if fits:
-            assert (status, answer) == (200, GENERATED)
-        else:
-            assert answer["error"]["code"] == "breach"
-            assert "does not fit" in answer["error"]["message"]
-        assert not any(server.unfinished for server in it.backend.pool.all)
+@pytest.mark.given(of=FakeSglang)
+async def test_a_client_gets_one_answer_of_both_servers(site: ServerSite, fits: bool) -> None:
+    status, answer = await answer_with(site, PREFILL if fits else [PREFILL, PREFILL])
+    if fits:
+        assert (status, answer) == (200, GENERATED)
+    else:
+        assert answer["error"]["code"] == "breach"
+        assert "does not fit" in answer["error"]["message"]
+    assert not any(server.unfinished for server in site.backend.pool.all)

@@ -6,14 +6,17 @@ import asyncio
 from collections import Counter
 from itertools import pairwise
 
+import pytest
+
 from pdtransfer.limits import PEERS_MAX, Limits
 from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
 from pdtransfer.serve.router.backends.servers.server_pool import ServerPool
 from pdtransfer.serve.router.fleet.roles import Departure
-from tests.support.vllm_servers import ServerSite, server_site
+from tests.support.vllm_servers import ServerSite
 from tests.support.waiting import until
 
 RANKS = 3
+pytestmark = pytest.mark.given(ranks=RANKS)
 PROMPT = "a" * 4_096
 
 
@@ -25,88 +28,84 @@ async def learn(it: ServerSite) -> None:
         server.seen.clear()
 
 
-async def test_each_rank_gets_its_share_and_decode_the_identity_of_prefills() -> None:
-    async with server_site(ranks=RANKS) as it:
-        await learn(it)
-        answers = await asyncio.gather(*(it.post(prompt=str(number)) for number in range(4 * RANKS)))
-        assert [status for status, *_ in answers] == [200] * len(answers)
-        prefill, decode = it.prefill[0].seen, it.decode[0].seen
-        for seen in (prefill, decode):
-            assert Counter(request.headers["X-data-parallel-rank"] for request in seen) == dict.fromkeys("012", 4)
-        engines = {request.kv["transfer_id"]: f"p0_dp{request.rank}" for request in prefill}
-        assert {request.kv["transfer_id"]: request.kv["remote_engine_id"] for request in decode} == engines
-        assert it.backend.metrics.retries == 0
+async def test_each_rank_gets_its_share_and_decode_the_identity_of_prefills(site: ServerSite) -> None:
+    await learn(site)
+    answers = await asyncio.gather(*(site.post(prompt=str(number)) for number in range(4 * RANKS)))
+    assert [status for status, *_ in answers] == [200] * len(answers)
+    prefill, decode = site.prefill[0].seen, site.decode[0].seen
+    for seen in (prefill, decode):
+        assert Counter(request.headers["X-data-parallel-rank"] for request in seen) == dict.fromkeys("012", 4)
+    engines = {request.kv["transfer_id"]: f"p0_dp{request.rank}" for request in prefill}
+    assert {request.kv["transfer_id"]: request.kv["remote_engine_id"] for request in decode} == engines
+    assert site.backend.metrics.retries == 0
 
 
-async def test_a_server_of_one_rank_is_asked_without_the_header() -> None:
-    async with server_site() as it:
-        assert (await it.post())[0] == 200
-        assert not any("X-data-parallel-rank" in server.seen[0].headers for server in it.servers)
+@pytest.mark.given(ranks=1)
+async def test_a_server_of_one_rank_is_asked_without_the_header(site: ServerSite) -> None:
+    assert (await site.post())[0] == 200
+    assert not any("X-data-parallel-rank" in server.seen[0].headers for server in site.servers)
 
 
-async def test_the_rank_that_has_a_request_learns_that_it_was_given_up() -> None:
-    async with server_site(ranks=RANKS) as it:
-        await learn(it)
-        prefill, decode = it.prefill[0], it.decode[0]
-        decode.gate.clear()
-        tasks = [asyncio.create_task(it.post(prompt=str(number))) for number in range(RANKS)]
-        await until(lambda: len(decode.seen) == RANKS and sum(request.answered for request in prefill.seen) == RANKS)
-        for task in tasks:
-            task.cancel()
-        await until(lambda: len(prefill.given_up) == RANKS)
-        ranks = {request.kv["transfer_id"]: request.rank for request in prefill.seen}
-        assert dict(zip(prefill.given_up, prefill.given_up_ranks, strict=True)) == ranks
+async def test_the_rank_that_has_a_request_learns_that_it_was_given_up(site: ServerSite) -> None:
+    await learn(site)
+    prefill, decode = site.prefill[0], site.decode[0]
+    decode.gate.clear()
+    tasks = [asyncio.create_task(site.post(prompt=str(number))) for number in range(RANKS)]
+    await until(lambda: len(decode.seen) == RANKS and sum(request.answered for request in prefill.seen) == RANKS)
+    for task in tasks:
+        task.cancel()
+    await until(lambda: len(prefill.given_up) == RANKS)
+    ranks = {request.kv["transfer_id"]: request.rank for request in prefill.seen}
+    assert dict(zip(prefill.given_up, prefill.given_up_ranks, strict=True)) == ranks
 
 
-async def test_the_next_turn_goes_to_the_rank_that_has_the_last_one() -> None:
-    async with server_site(ranks=RANKS) as it:
-        await learn(it)
-        turns = [PROMPT + "b" * 64 * number for number in range(4)]
-        for prompt in turns:
-            assert (await it.post(prompt=prompt))[0] == 200
-            await it.post(prompt="of somebody else")
-        of_chat = [request.rank for request in it.decode[0].seen if request.body["prompt"] in turns]
-        assert all(last == following for last, following in pairwise(of_chat))
-        assert it.backend.metrics.requests_kept >= len(turns) - 1
+async def test_the_next_turn_goes_to_the_rank_that_has_the_last_one(site: ServerSite) -> None:
+    await learn(site)
+    turns = [PROMPT + "b" * 64 * number for number in range(4)]
+    for prompt in turns:
+        assert (await site.post(prompt=prompt))[0] == 200
+        await site.post(prompt="of somebody else")
+    of_chat = [request.rank for request in site.decode[0].seen if request.body["prompt"] in turns]
+    assert all(last == following for last, following in pairwise(of_chat))
+    assert site.backend.metrics.requests_kept >= len(turns) - 1
 
 
-async def test_a_server_that_comes_back_with_other_ranks_is_asked_for_those() -> None:
-    async with server_site(ranks=RANKS, limits=Limits(ping_ms=20, silence_ms=500, room_deadline_ms=60_000)) as it:
-        for count in (1, 2, RANKS + 1):
-            for server in it.servers:
-                server.healthy = False
-            await until(lambda: not any(rank.usable for rank in it.backend.pool.all))
-            for server in it.servers:
-                server.ranks, server.healthy = count, True
-            await until(lambda: it.backend.usable() and len(it.backend.pool.all) == 2 * count)  # noqa: B023
-            for server in it.servers:
-                server.seen.clear()
-            for number in range(2 * count):
-                assert (await it.post(prompt=f"{count} {number}"))[0] == 200
-            for server in it.servers:
-                assert {request.rank for request in server.seen} == set(range(count))
+@pytest.mark.given(limits=Limits(ping_ms=20, silence_ms=500, room_deadline_ms=60_000))
+async def test_a_server_that_comes_back_with_other_ranks_is_asked_for_those(site: ServerSite) -> None:
+    for count in (1, 2, RANKS + 1):
+        for server in site.servers:
+            server.healthy = False
+        await until(lambda: not any(rank.usable for rank in site.backend.pool.all))
+        for server in site.servers:
+            server.ranks, server.healthy = count, True
+        await until(lambda: site.backend.usable() and len(site.backend.pool.all) == 2 * count)  # noqa: B023
+        for server in site.servers:
+            server.seen.clear()
+        for number in range(2 * count):
+            assert (await site.post(prompt=f"{count} {number}"))[0] == 200
+        for server in site.servers:
+            assert {request.rank for request in server.seen} == set(range(count))
 
 
-async def test_figures_and_status_are_of_servers() -> None:
-    async with server_site(ranks=RANKS) as it:
-        it.decode[0].gate.clear()
-        tasks = [asyncio.create_task(it.post(prompt=str(number))) for number in range(RANKS)]
-        await until(lambda: len(it.prefill[0].seen) == RANKS)
-        rows = it.backend.workers_status()
-        assert [(row.role, row.address) for row in rows] == [
-            ("prefill", it.prefill[0].url), ("decode", it.decode[0].url),
-        ]  # fmt: skip
-        assert rows[1].rooms_here == RANKS
-        metrics = {
-            (sample.labels["role"], sample.value)
-            for family in it.backend.metrics.collect()
-            for sample in family.samples
-            if sample.name == "pdtransfer_server_requests"
-        }
-        assert ("decode", RANKS) in metrics
-        assert len(metrics) <= 2
-        it.decode[0].gate.set()
-        await asyncio.gather(*tasks)
+async def test_figures_and_status_are_of_servers(site: ServerSite) -> None:
+    site.decode[0].gate.clear()
+    tasks = [asyncio.create_task(site.post(prompt=str(number))) for number in range(RANKS)]
+    await until(lambda: len(site.prefill[0].seen) == RANKS)
+    rows = site.backend.workers_status()
+    assert [(row.role, row.address) for row in rows] == [
+        ("prefill", site.prefill[0].url), ("decode", site.decode[0].url),
+    ]  # fmt: skip
+    assert rows[1].rooms_here == RANKS
+    metrics = {
+        (sample.labels["role"], sample.value)
+        for family in site.backend.metrics.collect()
+        for sample in family.samples
+        if sample.name == "pdtransfer_server_requests"
+    }
+    assert ("decode", RANKS) in metrics
+    assert len(metrics) <= 2
+    site.decode[0].gate.set()
+    await asyncio.gather(*tasks)
 
 
 def test_ranks_are_those_that_a_servers_metrics_name() -> None:

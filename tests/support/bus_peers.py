@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import pytest
 import zmq
@@ -17,6 +18,7 @@ from pdtransfer.wire import Goodbye, Grant, Hello, Identity, Message, Part, Ping
 from tests.support.internals import dialled_by
 from tests.support.waiting import until
 
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 LIMITS = BusLimits(reconnect_ms=20, reconnect_ms_max=50, redial_ms=200, redial_ms_max=400, linger_ms=500)
 ANY_PORT = "tcp://127.0.0.1:0"
 LARGE = Grant(1, 1, 1, 1, 0, (Part(0, 0, 1, bytes(1 << 20)),), True, 1)
@@ -94,7 +96,7 @@ class Raw:
     """A hostile peer: a bare socket that sends what it likes."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, keys: KeyPair | None = None, server: str = "",
+        self, context: Context, endpoint: str, *, keys: KeyPair | None = None, server: str = "",
         routing_id: bytes = b"",
     ) -> None:  # fmt: skip
         self.socket = context.socket(zmq.DEALER)
@@ -146,7 +148,7 @@ async def rebind(node: Node, endpoint: str) -> None:
 
 
 @pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+def context() -> Iterator[Context]:
+    context: Context = zmq.Context()
     yield context
     context.destroy(linger=0)

@@ -19,7 +19,7 @@ import zmq
 
 from pdtransfer.wire import Ping, Pong, decode, encode
 from tests.library.bus.zmtp import PING, Zmtp, frame
-from tests.support.bus_peers import Raw, context, hello, pair
+from tests.support.bus_peers import Context, Raw, context, hello, pair
 
 __all__ = ["context"]  # a fixture
 BEFORE = {"RCVHWM": 256, "HEARTBEAT_IVL": 200, "HEARTBEAT_TIMEOUT": 60_000}  # socket options before the fix
@@ -125,7 +125,7 @@ def test_with_a_bounded_queue_our_own_heartbeats_abort_the_process(way: str) -> 
 
 
 @pytest.mark.parametrize("named", [pytest.param(True), pytest.param(False, marks=WITH_THE_BUG)])
-def test_choosing_the_next_routing_id_aborts_no_process(named: bool, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_choosing_the_next_routing_id_aborts_no_process(named: bool, context: Context) -> None:
     own, listed = pair(), [pair() for _ in range(3)]
     keys = {
         "own": {"public": own.public, "secret": own.secret},

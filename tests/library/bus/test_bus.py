@@ -16,22 +16,21 @@ from pdtransfer.bus.keys import KeyPair
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Goodbye, Grant, Message, Part, Ping, Pong, Reject, encode
-from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, pair
+from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Context, Node, Raw, context, hello, pair
 from tests.support.waiting import until
 
 __all__ = ["context"]  # a fixture
 
 
-async def test_messages_pass_both_ways_in_order_under_the_nodes_name() -> None:
-    async with Node("prefill") as prefill, Node("decode") as decode_node:
-        peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d0")
-        for number in range(1, 501):
-            assert decode_node.bus.send(peer, Ping(number))
-        await until(lambda: len(decode_node.received) == 500)
-        assert prefill.received == [("node:d0", hello("d0")), *(("node:d0", Ping(n)) for n in range(1, 501))]
-        assert decode_node.received == [(peer, Pong(n)) for n in range(1, 501)]
-        assert (prefill.bus.received, prefill.bus.sent) == (501, 500)
-        assert (decode_node.bus.received, decode_node.bus.sent) == (500, 500)
+async def test_messages_pass_both_ways_in_order_under_the_nodes_name(prefill: Node, decode_node: Node) -> None:
+    peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d0")
+    for number in range(1, 501):
+        assert decode_node.bus.send(peer, Ping(number))
+    await until(lambda: len(decode_node.received) == 500)
+    assert prefill.received == [("node:d0", hello("d0")), *(("node:d0", Ping(n)) for n in range(1, 501))]
+    assert decode_node.received == [(peer, Pong(n)) for n in range(1, 501)]
+    assert (prefill.bus.received, prefill.bus.sent) == (501, 500)
+    assert (decode_node.bus.received, decode_node.bus.sent) == (500, 500)
 
 
 async def test_with_keys_a_peer_is_the_allow_lists_name_whatever_its_hello_names() -> None:
@@ -96,46 +95,44 @@ async def test_a_message_sent_just_before_close_arrives() -> None:
 
 
 async def test_a_message_is_received_though_a_send_consumed_its_signal(
-    context: zmq.Context[zmq.Socket[bytes]],
+    prefill: Node, decode_node: Node, context: Context
 ) -> None:
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    async with Node("p") as prefill, Node("d") as decode_node:
-        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
-        raw.send(hello("d"))
-        peer = await decode_node.meet(f"tcp://127.0.0.1:{port}", "d")
-        await until(lambda: len(prefill.received) == 1 and router.poll(0) != 0)
-        route = router.recv_multipart()[0]
-        raw.send(Pong(1))
-        router.send_multipart([route, encode(Pong(2))])
-        raw.socket.poll(100)  # blocking: both have arrived by then, and the loop has not read yet
-        assert prefill.bus.send("node:d", Ping(3))
-        assert decode_node.bus.send(peer, Ping(4))
-        await until(lambda: prefill.received[-1] == ("node:d", Pong(1)))
-        await until(lambda: decode_node.received == [(peer, Pong(2))])
+    raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+    raw.send(hello("d"))
+    peer = await decode_node.meet(f"tcp://127.0.0.1:{port}", "d")
+    await until(lambda: len(prefill.received) == 1 and router.poll(0) != 0)
+    route = router.recv_multipart()[0]
+    raw.send(Pong(1))
+    router.send_multipart([route, encode(Pong(2))])
+    raw.socket.poll(100)  # blocking: both have arrived by then, and the loop has not read yet
+    assert prefill.bus.send("node:d", Ping(3))
+    assert decode_node.bus.send(peer, Ping(4))
+    await until(lambda: prefill.received[-1] == ("node:d", Pong(1)))
+    await until(lambda: decode_node.received == [(peer, Pong(2))])
 
 
-async def test_an_exception_of_the_node_stops_nothing() -> None:
-    async with Node("p") as prefill, Node("d") as decode_node:
-        failures: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
-        take = prefill.receive
+async def test_an_exception_of_the_node_stops_nothing(prefill: Node, decode_node: Node) -> None:
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
+    take = prefill.receive
 
-        def fail_on_odd(peer: str, message: Message) -> None:
-            take(peer, message)
-            if type(message) is Ping and message.incarnation % 2:
-                raise ZeroDivisionError
+    def fail_on_odd(peer: str, message: Message) -> None:
+        take(peer, message)
+        if type(message) is Ping and message.incarnation % 2:
+            raise ZeroDivisionError
 
-        prefill.bus._receive = fail_on_odd
-        peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
-        for number in range(1, 101):
-            decode_node.bus.send(peer, Ping(number))
-        await until(lambda: len(decode_node.received) == 100)
-        assert [type(failure) for failure in failures] == [ZeroDivisionError] * 50
+    prefill.bus._receive = fail_on_odd
+    peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
+    for number in range(1, 101):
+        decode_node.bus.send(peer, Ping(number))
+    await until(lambda: len(decode_node.received) == 100)
+    assert [type(failure) for failure in failures] == [ZeroDivisionError] * 50
 
 
 async def test_unlisted_keys_are_refused_at_the_handshake_and_listed_peers_go_on(
-    context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+    context: Context, caplog: pytest.LogCaptureFixture
 ) -> None:
     p, d, stranger = pair(), pair(), pair()
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
@@ -164,7 +161,7 @@ async def test_unlisted_keys_are_refused_at_the_handshake_and_listed_peers_go_on
 
 
 async def test_refused_handshakes_are_counted_and_logged_at_a_bounded_rate(
-    context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+    context: Context, caplog: pytest.LogCaptureFixture
 ) -> None:
     p = pair()
     async with Node("p", p, {}, replace(LIMITS, log_ms=60_000)) as prefill:
@@ -245,90 +242,84 @@ async def test_an_address_that_can_never_be_bound_is_a_config_error() -> None:
         assert await node.bus.bind("tcp://0.0.0.0:0")
 
 
-async def test_a_connection_must_open_with_hello(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p") as prefill:
-        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
-        raw.send(Ping(1), Ping(2))
-        answer = await raw.receive()
-        assert isinstance(answer, Reject)
-        assert (answer.session, answer.reason) == (0, "hello_first")
-        raw.send(hello("d"), Ping(3))
-        assert await raw.receive() == Pong(3)
-        assert prefill.received == [("node:d", hello("d")), ("node:d", Ping(3))]
-        assert [(name, type(error)) for name, error in prefill.refusals] == [("unknown:127.0.0.1", TurnedAwayError)]
-        assert prefill.bus.refused == 2
+async def test_a_connection_must_open_with_hello(prefill: Node, context: Context) -> None:
+    raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+    raw.send(Ping(1), Ping(2))
+    answer = await raw.receive()
+    assert isinstance(answer, Reject)
+    assert (answer.session, answer.reason) == (0, "hello_first")
+    raw.send(hello("d"), Ping(3))
+    assert await raw.receive() == Pong(3)
+    assert prefill.received == [("node:d", hello("d")), ("node:d", Ping(3))]
+    assert [(name, type(error)) for name, error in prefill.refusals] == [("unknown:127.0.0.1", TurnedAwayError)]
+    assert prefill.bus.refused == 2
 
 
-async def test_a_connections_name_is_fixed_by_its_first_hello(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p") as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        victim, thief = Raw(context, bound), Raw(context, bound)
-        victim.send(hello("victim"), Ping(1))
-        assert await victim.receive() == Pong(1)
-        thief.send(hello("thief"), hello("victim"), Ping(2))
-        answer = await thief.receive()
-        assert isinstance(answer, Reject)
-        assert answer.fields == ("Hello.identity.node: node:victim, on a connection of node:thief",)
-        assert [name for name, _ in prefill.refusals] == ["node:thief"]
-        prefill.bus.send("node:victim", Ping(9))
-        assert await victim.receive() == Ping(9)
-        assert thief.quiet
+async def test_a_connections_name_is_fixed_by_its_first_hello(prefill: Node, context: Context) -> None:
+    bound = await prefill.bus.bind(ANY_PORT)
+    victim, thief = Raw(context, bound), Raw(context, bound)
+    victim.send(hello("victim"), Ping(1))
+    assert await victim.receive() == Pong(1)
+    thief.send(hello("thief"), hello("victim"), Ping(2))
+    answer = await thief.receive()
+    assert isinstance(answer, Reject)
+    assert answer.fields == ("Hello.identity.node: node:victim, on a connection of node:thief",)
+    assert [name for name, _ in prefill.refusals] == ["node:thief"]
+    prefill.bus.send("node:victim", Ping(9))
+    assert await victim.receive() == Ping(9)
+    assert thief.quiet
 
 
-async def test_a_name_that_cannot_be_printed_is_refused(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p") as prefill:
-        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
-        raw.send(hello("d\nforged log line"))
-        answer = await raw.receive()
-        assert isinstance(answer, Reject)
-        assert answer.fields[0].startswith("Hello.identity.node")
-        assert prefill.received == []
+async def test_a_name_that_cannot_be_printed_is_refused(prefill: Node, context: Context) -> None:
+    raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+    raw.send(hello("d\nforged log line"))
+    answer = await raw.receive()
+    assert isinstance(answer, Reject)
+    assert answer.fields[0].startswith("Hello.identity.node")
+    assert prefill.received == []
 
 
 async def test_a_newer_process_supersedes_the_connection_of_the_older_one_of_its_name(
-    context: zmq.Context[zmq.Socket[bytes]],
+    prefill: Node, context: Context
 ) -> None:
-    async with Node("p") as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        old, new = Raw(context, bound), Raw(context, bound)
-        old.send(hello("d"), Ping(1))
-        assert await old.receive() == Pong(1)
-        new.send(hello("d", 8), Ping(2))
-        assert await new.receive() == Pong(2)
-        old.send(Ping(3), hello("d"), Ping(4))
-        answer = await old.receive()
-        assert isinstance(answer, Reject)
-        assert answer.reason == "superseded"
-        assert [name for name, _ in prefill.refusals] == ["unknown:127.0.0.1"]
-        prefill.bus.send("node:d", Ping(5))
-        assert await new.receive() == Ping(5)
-        await asyncio.sleep(0.05)
-        assert old.quiet
-        assert [message for _, message in prefill.received] == [hello("d"), Ping(1), hello("d", 8), Ping(2)]
+    bound = await prefill.bus.bind(ANY_PORT)
+    old, new = Raw(context, bound), Raw(context, bound)
+    old.send(hello("d"), Ping(1))
+    assert await old.receive() == Pong(1)
+    new.send(hello("d", 8), Ping(2))
+    assert await new.receive() == Pong(2)
+    old.send(Ping(3), hello("d"), Ping(4))
+    answer = await old.receive()
+    assert isinstance(answer, Reject)
+    assert answer.reason == "superseded"
+    assert [name for name, _ in prefill.refusals] == ["unknown:127.0.0.1"]
+    prefill.bus.send("node:d", Ping(5))
+    assert await new.receive() == Ping(5)
+    await asyncio.sleep(0.05)
+    assert old.quiet
+    assert [message for _, message in prefill.received] == [hello("d"), Ping(1), hello("d", 8), Ping(2)]
 
 
-async def test_a_second_connection_of_one_process_costs_the_first_nothing(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+@pytest.mark.given(greets=True)
+async def test_a_second_connection_of_one_process_costs_the_first_nothing(prefill: Node, context: Context) -> None:
     """Its Hello is answered where it came; all else goes on where that process last sent something else."""
-    async with Node("p", greets=True) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        first, second = Raw(context, bound), Raw(context, bound)
-        first.send(hello("d"), Ping(1))
-        assert [await first.receive(), await first.receive()] == [Goodbye(7, "met"), Pong(1)]
-        second.send(hello("d"))
-        assert await second.receive() == Goodbye(7, "met")
-        assert prefill.bus.send("node:d", Ping(2))
-        assert await first.receive() == Ping(2)
-        second.send(Ping(3))
-        assert await second.receive() == Pong(3)
-        second.socket.close()
-        await until(lambda: prefill.bus.send("node:d", Ping(4)) and not first.quiet)
-        assert await first.receive() == Ping(4)
-        assert prefill.refusals == []
+    bound = await prefill.bus.bind(ANY_PORT)
+    first, second = Raw(context, bound), Raw(context, bound)
+    first.send(hello("d"), Ping(1))
+    assert [await first.receive(), await first.receive()] == [Goodbye(7, "met"), Pong(1)]
+    second.send(hello("d"))
+    assert await second.receive() == Goodbye(7, "met")
+    assert prefill.bus.send("node:d", Ping(2))
+    assert await first.receive() == Ping(2)
+    second.send(Ping(3))
+    assert await second.receive() == Pong(3)
+    second.socket.close()
+    await until(lambda: prefill.bus.send("node:d", Ping(4)) and not first.quiet)
+    assert await first.receive() == Ping(4)
+    assert prefill.refusals == []
 
 
-async def test_a_restarted_process_with_the_same_key_gets_the_replies(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_a_restarted_process_with_the_same_key_gets_the_replies(context: Context) -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"d": d}) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -343,16 +334,16 @@ async def test_a_restarted_process_with_the_same_key_gets_the_replies(context: z
         assert old.quiet
 
 
-async def test_without_keys_two_endpoints_are_one_process_only_at_one_address() -> None:
-    async with Node("d") as node, Node("p") as prefill, Node("q") as other:
+async def test_without_keys_two_endpoints_are_one_process_only_at_one_address(decode_node: Node) -> None:
+    async with Node("p") as prefill, Node("q") as other:
         endpoints = [await prefill.bus.bind(ANY_PORT), await other.bus.bind(ANY_PORT)]
-        first, liar = [await node.meet(endpoint, "d") for endpoint in endpoints]
-        second = await node.meet(first.replace("127.0.0.1", "localhost"), "d")
-        assert node.bus.may_be_one(first, second)
-        assert not node.bus.may_be_one(first, liar)
-        assert not node.bus.may_be_one(first, "tcp://127.0.0.1:1"), "not dialled"
+        first, liar = [await decode_node.meet(endpoint, "d") for endpoint in endpoints]
+        second = await decode_node.meet(first.replace("127.0.0.1", "localhost"), "d")
+        assert decode_node.bus.may_be_one(first, second)
+        assert not decode_node.bus.may_be_one(first, liar)
+        assert not decode_node.bus.may_be_one(first, "tcp://127.0.0.1:1"), "not dialled"
         await prefill.bus.close()
-        await until(lambda: not node.bus.may_be_one(first, second), "nothing is known of what is not connected")
+        await until(lambda: not decode_node.bus.may_be_one(first, second), "nothing is known of what is not connected")
 
 
 async def test_with_keys_two_endpoints_are_one_process_if_they_have_its_key() -> None:

@@ -19,29 +19,26 @@ from pdtransfer.bus.connections import Connections, TurnedAwayError
 from pdtransfer.bus.keys import AllowList
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
-from pdtransfer.wire import Grant, Granted, Hello, Message, Part, Ping, Pong, Reject, decode, encode
+from pdtransfer.wire import Grant, Granted, Message, Part, Ping, Pong, Reject, decode, encode
 from tests.library.bus.zmtp import Zmtp, frame
-from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, pair
+from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Context, Node, Raw, context, hello, pair
 from tests.support.internals import audited, connections_of, dialled_by, route_of
 from tests.support.waiting import until
 
 __all__ = ["context"]  # a fixture
 
 
-async def test_a_routing_id_chosen_by_the_dialler_is_refused(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p") as prefill:
-        raw = Raw(context, await prefill.bus.bind(ANY_PORT), routing_id=b"decode")
-        raw.send(hello("d"))
-        answer = await raw.receive()
-        assert isinstance(answer, Reject)
-        assert answer.fields[0].startswith("routing id")
-        assert not prefill.bus.send("node:d", Ping(1))
-        assert prefill.received == []
+async def test_a_routing_id_chosen_by_the_dialler_is_refused(prefill: Node, context: Context) -> None:
+    raw = Raw(context, await prefill.bus.bind(ANY_PORT), routing_id=b"decode")
+    raw.send(hello("d"))
+    answer = await raw.receive()
+    assert isinstance(answer, Reject)
+    assert answer.fields[0].startswith("routing id")
+    assert not prefill.bus.send("node:d", Ping(1))
+    assert prefill.received == []
 
 
-async def test_the_authenticator_replaces_the_routing_id_that_a_listed_key_chose(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+async def test_the_authenticator_replaces_the_routing_id_that_a_listed_key_chose(context: Context) -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"d": d}, replace(LIMITS, naming_ms=200)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -54,9 +51,7 @@ async def test_the_authenticator_replaces_the_routing_id_that_a_listed_key_chose
             assert (route[:1], len(route)) == (b"\1", 9)
 
 
-async def test_choosing_a_connected_peers_routing_id_receives_none_of_its_messages(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+async def test_choosing_a_connected_peers_routing_id_receives_none_of_its_messages(context: Context) -> None:
     p, v, t = pair(), pair(), pair()
     async with Node("p", p, {"victim": v, "thief": t}, replace(LIMITS, naming_ms=200)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -74,9 +69,7 @@ async def test_choosing_a_connected_peers_routing_id_receives_none_of_its_messag
         assert [name for name, _ in prefill.received] == ["key:victim"] * 2 + ["key:thief"] * 2
 
 
-async def test_choosing_a_closed_peers_routing_id_gives_no_other_name(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+async def test_choosing_a_closed_peers_routing_id_gives_no_other_name(context: Context) -> None:
     # No peer ever learns a routing id; this one reads it. Even the right id gives no other name and no replies.
     p, v, t = pair(), pair(), pair()
     async with Node("p", p, {"victim": v, "thief": t}) as prefill:
@@ -101,26 +94,24 @@ async def test_choosing_a_closed_peers_routing_id_gives_no_other_name(
         assert [name for name, _ in prefill.received] == ["key:victim"] * 2 + ["key:thief"] * 2
 
 
-async def test_a_breach_names_its_field_and_mutes_only_its_connection(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
-    async with Node("p", limits=replace(LIMITS, mute_ms=60_000)) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        bad, good = Raw(context, bound), Raw(context, bound)
-        bad.send(hello("bad"), encode(Ping(1))[:-9] + b"\xa1x", Ping(2))
-        good.send(hello("good"), Ping(3))
-        answer = await bad.receive()
-        assert isinstance(answer, Reject)
-        assert (answer.reason, len(answer.fields)) == ("breach", 1)
-        assert await good.receive() == Pong(3)
-        [(name, error)] = prefill.refusals
-        assert name == "node:bad"
-        assert answer.fields[0].startswith(f"{error.field}: ")
-        assert ("node:bad", Ping(2)) not in prefill.received
-        await until(lambda: prefill.bus.dropped == 1)
-        unmute(prefill, "node:bad", 60)
-        bad.send(Ping(4))
-        assert await bad.receive() == Pong(4)
+@pytest.mark.given(limits=replace(LIMITS, mute_ms=60_000))
+async def test_a_breach_names_its_field_and_mutes_only_its_connection(prefill: Node, context: Context) -> None:
+    bound = await prefill.bus.bind(ANY_PORT)
+    bad, good = Raw(context, bound), Raw(context, bound)
+    bad.send(hello("bad"), encode(Ping(1))[:-9] + b"\xa1x", Ping(2))
+    good.send(hello("good"), Ping(3))
+    answer = await bad.receive()
+    assert isinstance(answer, Reject)
+    assert (answer.reason, len(answer.fields)) == ("breach", 1)
+    assert await good.receive() == Pong(3)
+    [(name, error)] = prefill.refusals
+    assert name == "node:bad"
+    assert answer.fields[0].startswith(f"{error.field}: ")
+    assert ("node:bad", Ping(2)) not in prefill.received
+    await until(lambda: prefill.bus.dropped == 1)
+    unmute(prefill, "node:bad", 60)
+    bad.send(Ping(4))
+    assert await bad.receive() == Pong(4)
 
 
 def unmute(node: Node, name: str, mute_s: float) -> None:
@@ -131,69 +122,65 @@ def unmute(node: Node, name: str, mute_s: float) -> None:
     muted.muted_until = now
 
 
-async def test_junk_of_any_kind_is_refused_and_the_bus_goes_on(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p", limits=replace(LIMITS, mute_ms=0)) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        bad, good = Raw(context, bound), Raw(context, bound)
-        bad.send(hello("bad"))
-        junk = [b"", b"\0", b"\xc1", b"\x90", b"\x93\x01\x15", b"\xdd\xff\xff\xff\xff"]
-        junk += [os.urandom(40) for _ in range(200)]
-        bad.send(*junk)
-        good.send(hello("good"))
-        await until(lambda: len(prefill.refusals) == len(junk))
-        assert {name for name, _ in prefill.refusals} == {"node:bad"}
-        good.send(Ping(1))
-        assert await good.receive() == Pong(1)
+@pytest.mark.given(limits=replace(LIMITS, mute_ms=0))
+async def test_junk_of_any_kind_is_refused_and_the_bus_goes_on(prefill: Node, context: Context) -> None:
+    bound = await prefill.bus.bind(ANY_PORT)
+    bad, good = Raw(context, bound), Raw(context, bound)
+    bad.send(hello("bad"))
+    junk = [b"", b"\0", b"\xc1", b"\x90", b"\x93\x01\x15", b"\xdd\xff\xff\xff\xff"]
+    junk += [os.urandom(40) for _ in range(200)]
+    bad.send(*junk)
+    good.send(hello("good"))
+    await until(lambda: len(prefill.refusals) == len(junk))
+    assert {name for name, _ in prefill.refusals} == {"node:bad"}
+    good.send(Ping(1))
+    assert await good.receive() == Pong(1)
 
 
-async def test_an_oversize_frame_ends_its_connection_and_no_other(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p") as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        bad, good = Raw(context, bound), Raw(context, bound)
-        good.send(hello("good"))
-        bad.send(hello("bad"))
-        await until(lambda: len(prefill.received) == 2)
-        bad.send(b"\x93\x01\x15" + bytes(FRAME_BYTES_MAX + 4_096))
-        await until(lambda: bad.was_cut_off)
-        good.send(Ping(1))
-        assert await good.receive() == Pong(1)
-        assert len(prefill.received) == 3
+async def test_an_oversize_frame_ends_its_connection_and_no_other(prefill: Node, context: Context) -> None:
+    bound = await prefill.bus.bind(ANY_PORT)
+    bad, good = Raw(context, bound), Raw(context, bound)
+    good.send(hello("good"))
+    bad.send(hello("bad"))
+    await until(lambda: len(prefill.received) == 2)
+    bad.send(b"\x93\x01\x15" + bytes(FRAME_BYTES_MAX + 4_096))
+    await until(lambda: bad.was_cut_off)
+    good.send(Ping(1))
+    assert await good.receive() == Pong(1)
+    assert len(prefill.received) == 3
 
 
-async def test_a_message_of_several_frames_is_a_breach_however_many(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p", limits=replace(LIMITS, mute_ms=0)) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        bad, good = Raw(context, bound), Raw(context, bound)
-        bad.send(hello("bad"))
-        bad.socket.send_multipart([encode(Ping(1)), encode(Ping(2))])
-        bad.socket.send_multipart([encode(Ping(3))] * 10_000)
-        bad.send(Ping(4))
-        good.send(hello("good"), Ping(5))
-        assert await good.receive() == Pong(5)
-        await until(lambda: ("node:bad", Ping(4)) in prefill.received)
-        assert [message for name, message in prefill.received if name == "node:bad"] == [hello("bad"), Ping(4)]
-        assert [(name, error.field) for name, error in prefill.refusals] == [("node:bad", "frames")] * 2
+@pytest.mark.given(limits=replace(LIMITS, mute_ms=0))
+async def test_a_message_of_several_frames_is_a_breach_however_many(prefill: Node, context: Context) -> None:
+    bound = await prefill.bus.bind(ANY_PORT)
+    bad, good = Raw(context, bound), Raw(context, bound)
+    bad.send(hello("bad"))
+    bad.socket.send_multipart([encode(Ping(1)), encode(Ping(2))])
+    bad.socket.send_multipart([encode(Ping(3))] * 10_000)
+    bad.send(Ping(4))
+    good.send(hello("good"), Ping(5))
+    assert await good.receive() == Pong(5)
+    await until(lambda: ("node:bad", Ping(4)) in prefill.received)
+    assert [message for name, message in prefill.received if name == "node:bad"] == [hello("bad"), Ping(4)]
+    assert [(name, error.field) for name, error in prefill.refusals] == [("node:bad", "frames")] * 2
 
 
-async def test_a_breach_of_a_dialled_peer_is_reported_with_its_endpoint(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+async def test_a_breach_of_a_dialled_peer_is_reported_with_its_endpoint(decode_node: Node, context: Context) -> None:
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    async with Node("d") as decode_node:
-        peer = await decode_node.meet(f"tcp://127.0.0.1:{port}", "d")
-        await until(lambda: router.poll(0) != 0)
-        route, opening = router.recv_multipart()
-        assert decode(opening) == hello("d")
-        router.send_multipart([route, b"junk"])
-        router.send_multipart([route, encode(Ping(1))])
-        await until(lambda: decode_node.bus.dropped == 1 + 1)  # the Ping; the Hello was held back
-        await until(lambda: len(decode_node.refusals) == 1 and router.poll(0) != 0)
-        assert decode_node.refusals[0][0] == peer
-        assert isinstance(decode(router.recv_multipart()[1]), Reject)
+    peer = await decode_node.meet(f"tcp://127.0.0.1:{port}", "d")
+    await until(lambda: router.poll(0) != 0)
+    route, opening = router.recv_multipart()
+    assert decode(opening) == hello("d")
+    router.send_multipart([route, b"junk"])
+    router.send_multipart([route, encode(Ping(1))])
+    await until(lambda: decode_node.bus.dropped == 1 + 1)  # the Ping; the Hello was held back
+    await until(lambda: len(decode_node.refusals) == 1 and router.poll(0) != 0)
+    assert decode_node.refusals[0][0] == peer
+    assert isinstance(decode(router.recv_multipart()[1]), Reject)
 
 
-async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: Context) -> None:
     limits = replace(LIMITS, turn_messages=16)
     async with Node("p", limits=limits) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -224,42 +211,41 @@ async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: z
         assert places[-1] < 10_000
 
 
-async def test_a_peer_that_does_not_read_blocks_no_other(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p", limits=replace(LIMITS, send_queue=8)) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        deaf, good = Raw(context, bound), Raw(context, bound)
-        deaf.socket.set(zmq.RCVHWM, 1)
-        deaf.send(hello("deaf"))
-        good.send(hello("good"))
-        await until(lambda: len(prefill.received) == 2)
-        refused_after = 0
-        while prefill.bus.send("node:deaf", LARGE) and refused_after < 3_000:
-            refused_after += 1
-            await asyncio.sleep(0)
-        assert refused_after < 3_000
-        assert prefill.bus.dropped == 1
-        good.send(Ping(1))
-        assert await good.receive() == Pong(1)
+@pytest.mark.given(limits=replace(LIMITS, send_queue=8))
+async def test_a_peer_that_does_not_read_blocks_no_other(prefill: Node, context: Context) -> None:
+    bound = await prefill.bus.bind(ANY_PORT)
+    deaf, good = Raw(context, bound), Raw(context, bound)
+    deaf.socket.set(zmq.RCVHWM, 1)
+    deaf.send(hello("deaf"))
+    good.send(hello("good"))
+    await until(lambda: len(prefill.received) == 2)
+    refused_after = 0
+    while prefill.bus.send("node:deaf", LARGE) and refused_after < 3_000:
+        refused_after += 1
+        await asyncio.sleep(0)
+    assert refused_after < 3_000
+    assert prefill.bus.dropped == 1
+    good.send(Ping(1))
+    assert await good.receive() == Pong(1)
 
 
-async def test_sending_to_a_closed_peer_returns_false(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p") as prefill, Node("d") as decode_node:
-        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
-        raw.send(hello("d"))
-        await until(lambda: len(prefill.received) == 1)
-        raw.socket.close()
-        await until(lambda: not prefill.bus.send("node:d", Ping(1)))
-        assert not prefill.bus.send("node:nobody", Ping(1))
+async def test_sending_to_a_closed_peer_returns_false(prefill: Node, decode_node: Node, context: Context) -> None:
+    raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+    raw.send(hello("d"))
+    await until(lambda: len(prefill.received) == 1)
+    raw.socket.close()
+    await until(lambda: not prefill.bus.send("node:d", Ping(1)))
+    assert not prefill.bus.send("node:nobody", Ping(1))
 
-        listener = Node("x")
-        peer = await decode_node.meet(await listener.bus.bind(ANY_PORT), "d")
-        await listener.bus.close()
-        await until(lambda: not decode_node.bus.send(peer, Ping(1)))
-        await decode_node.bus.close()
-        assert not decode_node.bus.send(peer, Ping(1))
+    listener = Node("x")
+    peer = await decode_node.meet(await listener.bus.bind(ANY_PORT), "d")
+    await listener.bus.close()
+    await until(lambda: not decode_node.bus.send(peer, Ping(1)))
+    await decode_node.bus.close()
+    assert not decode_node.bus.send(peer, Ping(1))
 
 
-async def test_a_listener_that_does_not_read_blocks_no_other(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_a_listener_that_does_not_read_blocks_no_other(context: Context) -> None:
     router = context.socket(zmq.ROUTER)
     router.set(zmq.RCVHWM, 1)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -278,7 +264,7 @@ async def test_a_listener_that_does_not_read_blocks_no_other(context: zmq.Contex
     [(replace(LIMITS, unread_bytes_max=1 << 20), LARGE), (replace(LIMITS, unread_frames_max=5_000), Ping(1))],
 )
 async def test_a_peer_that_floods_is_disconnected_and_banned_for_a_while(
-    limits: BusLimits, message: Message, context: zmq.Context[zmq.Socket[bytes]]
+    limits: BusLimits, message: Message, context: Context
 ) -> None:
     p, v, g = pair(), pair(), pair()
     async with Node("p", p, {"villain": v, "good": g}, replace(limits, banned_ms=600_000)) as prefill:
@@ -313,7 +299,7 @@ async def test_a_peer_that_floods_is_disconnected_and_banned_for_a_while(
 
 @pytest.mark.parametrize("dialled_frames_max", [1 << 20, 5_000])
 async def test_a_dialled_peer_may_leave_more_unread_which_is_no_silence_of_it(
-    dialled_frames_max: int, context: zmq.Context[zmq.Socket[bytes]]
+    dialled_frames_max: int, context: Context
 ) -> None:
     limits = replace(LIMITS, unread_frames_max=5_000, dialled_frames_max=dialled_frames_max, audit_ms=600_000)
     router, many = context.socket(zmq.ROUTER), 20_000
@@ -340,23 +326,21 @@ async def test_a_dialled_peer_may_leave_more_unread_which_is_no_silence_of_it(
         assert not node.bus.behind("tcp://127.0.0.1:1")
 
 
-async def test_an_endless_first_message_closes_its_connection(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
-    async with Node("p", limits=replace(LIMITS, unread_bytes_max=1 << 20, audit_ms=20)) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        good = Raw(context, bound)
-        good.send(hello("good"))
+@pytest.mark.given(limits=replace(LIMITS, unread_bytes_max=1 << 20, audit_ms=20))
+async def test_an_endless_first_message_closes_its_connection(prefill: Node, context: Context) -> None:
+    bound = await prefill.bus.bind(ANY_PORT)
+    good = Raw(context, bound)
+    good.send(hello("good"))
 
-        def go_on_forever() -> None:
-            with Zmtp(int(bound.rpartition(":")[2])) as endless, contextlib.suppress(OSError):
-                while True:
-                    endless.send(frame(bytes(1 << 16), more=True))
+    def go_on_forever() -> None:
+        with Zmtp(int(bound.rpartition(":")[2])) as endless, contextlib.suppress(OSError):
+            while True:
+                endless.send(frame(bytes(1 << 16), more=True))
 
-        await asyncio.get_running_loop().run_in_executor(None, go_on_forever)
-        assert [(name, error.field) for name, error in prefill.refusals] == [("unknown:", "frames")]
-        good.send(Ping(1))
-        assert await good.receive() == Pong(1)
+    await asyncio.get_running_loop().run_in_executor(None, go_on_forever)
+    assert [(name, error.field) for name, error in prefill.refusals] == [("unknown:", "frames")]
+    good.send(Ping(1))
+    assert await good.receive() == Pong(1)
 
 
 def test_a_connection_that_was_ended_is_not_reported_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +360,7 @@ def test_a_connection_that_was_ended_is_not_reported_twice(monkeypatch: pytest.M
             assert not found.backlogged(BusLimits(unread_bytes_max=100))
 
 
-async def test_unread_bytes_are_exact(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_unread_bytes_are_exact(context: Context) -> None:
     p, d = pair(), pair()
     for keys, allowed in ((None, None), (p, {"d": d})):
         async with Node("p", keys, allowed) as prefill:
@@ -397,24 +381,24 @@ async def test_unread_bytes_are_exact(context: zmq.Context[zmq.Socket[bytes]]) -
             assert tcp.unread_bytes == handshake
 
 
-async def test_a_muted_connection_that_keeps_sending_is_closed(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p", limits=replace(LIMITS, mute_ms=60_000, hostile_max=100)) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        bad, good = Raw(context, bound), Raw(context, bound)
-        good.send(hello("good"))
-        bad.send(hello("bad"), b"junk")
-        bad.send(*[Ping(2)] * 100)
-        await until(lambda: prefill.bus.dropped == 100)
-        bad.send(Ping(2))
-        await until(lambda: bad.was_cut_off)
-        assert [(name, error.field) for name, error in prefill.refusals][-1] == ("node:bad", "muted")
-        good.send(Ping(1))
-        assert await good.receive() == Pong(1)
+@pytest.mark.given(limits=replace(LIMITS, mute_ms=60_000, hostile_max=100))
+async def test_a_muted_connection_that_keeps_sending_is_closed(prefill: Node, context: Context) -> None:
+    bound = await prefill.bus.bind(ANY_PORT)
+    bad, good = Raw(context, bound), Raw(context, bound)
+    good.send(hello("good"))
+    bad.send(hello("bad"), b"junk")
+    bad.send(*[Ping(2)] * 100)
+    await until(lambda: prefill.bus.dropped == 100)
+    bad.send(Ping(2))
+    await until(lambda: bad.was_cut_off)
+    assert [(name, error.field) for name, error in prefill.refusals][-1] == ("node:bad", "muted")
+    good.send(Ping(1))
+    assert await good.receive() == Pong(1)
 
 
 @pytest.mark.parametrize("hostile", [True, False], ids=["junk", "late messages"])
 async def test_a_key_is_banned_for_what_is_hostile_and_not_for_what_a_dead_process_has_left(
-    context: zmq.Context[zmq.Socket[bytes]], hostile: bool
+    context: Context, hostile: bool
 ) -> None:
     p, d = pair(), pair()
     limits = replace(LIMITS, mute_ms=60_000, costs_max=8, ignored_max=10, hostile_max=10)
@@ -436,31 +420,29 @@ async def test_a_key_is_banned_for_what_is_hostile_and_not_for_what_a_dead_proce
             assert await later.receive() == Pong(5)
 
 
-async def test_large_frames_take_turns_by_their_bytes(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+@pytest.mark.given(limits=replace(LIMITS, turn_bytes=1, unread_frames_max=1 << 20))
+async def test_large_frames_take_turns_by_their_bytes(prefill: Node, context: Context) -> None:
     # After the small Hello alone, a slow loop would take this many bytes for a flood of small frames.
-    async with Node("p", limits=replace(LIMITS, turn_bytes=1, unread_frames_max=1 << 20)) as prefill:
-        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
-        raw.send(hello("d"), *[LARGE] * 20)
-        raw.socket.poll(200)  # blocking: they have arrived by then
-        bursts = [0]
-        while len(prefill.received) < 21:
-            before = len(prefill.received)
-            await asyncio.sleep(0)
-            bursts.append(len(prefill.received) - before)
-        assert max(bursts) <= 2
+    raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+    raw.send(hello("d"), *[LARGE] * 20)
+    raw.socket.poll(200)  # blocking: they have arrived by then
+    bursts = [0]
+    while len(prefill.received) < 21:
+        before = len(prefill.received)
+        await asyncio.sleep(0)
+        bursts.append(len(prefill.received) - before)
+    assert max(bursts) <= 2
 
 
-async def test_a_connection_without_a_greeting_is_closed() -> None:
-    async with Node("p", limits=replace(LIMITS, handshake_ms=100)) as prefill:
-        port = int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await reader.read()  # ZMQ's greeting, then the end
-        writer.close()
+@pytest.mark.given(limits=replace(LIMITS, handshake_ms=100))
+async def test_a_connection_without_a_greeting_is_closed(prefill: Node) -> None:
+    port = int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert await reader.read()  # ZMQ's greeting, then the end
+    writer.close()
 
 
-async def test_a_revoked_peer_is_cut_off_and_the_others_go_on(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+async def test_a_revoked_peer_is_cut_off_and_the_others_go_on(context: Context) -> None:
     p, v, g = pair(), pair(), pair()
     async with Node("p", p, {"villain": v, "good": g}) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -491,9 +473,7 @@ async def test_a_revoked_peer_is_cut_off_and_the_others_go_on(
         assert await back.receive() == Pong(8)
 
 
-async def test_a_revoked_key_loses_the_lines_of_its_sessions_and_no_other_does(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+async def test_a_revoked_key_loses_the_lines_of_its_sessions_and_no_other_does(context: Context) -> None:
     """The bus closes them itself: a line has no key that could be looked up later."""
     p, v, g = pair(), pair(), pair()
     async with Node("p", p, {"villain": v, "good": g}) as prefill:
@@ -516,9 +496,7 @@ async def test_a_revoked_key_loses_the_lines_of_its_sessions_and_no_other_does(
             line.close()
 
 
-async def test_a_renamed_key_must_send_hello_again(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+async def test_a_renamed_key_must_send_hello_again(context: Context) -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"old": d}) as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT), keys=d, server=p.public)
@@ -532,43 +510,41 @@ async def test_a_renamed_key_must_send_hello_again(
         assert prefill.received[-1] == ("key:new", Ping(3))
 
 
-async def test_a_peer_that_causes_many_rejects_is_muted(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p", limits=replace(LIMITS, mute_ms=60_000, costs_max=12)) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        bad, good = Raw(context, bound), Raw(context, bound)
-        bad.send(hello("bad"))
-        good.send(hello("good"))
-        await until(lambda: len(prefill.received) == 2)
-        for _ in range(8):
-            assert prefill.bus.send("node:bad", Reject(1, "unknown_session", ()))
-        bad.send(Ping(1))
-        await until(lambda: ("node:bad", Ping(1)) in prefill.received)
-        prefill.bus.send("node:bad", Reject(1, "unknown_session", ()))
-        dropped = prefill.bus.dropped
-        bad.send(Ping(2))
-        await until(lambda: prefill.bus.dropped == dropped + 1)
-        good.send(Ping(3))
-        assert await good.receive() == Pong(3)
-        unmute(prefill, "node:bad", 60)
-        bad.send(Ping(4))
-        await until(lambda: ("node:bad", Ping(4)) in prefill.received)
-        assert ("node:bad", Ping(2)) not in prefill.received
+@pytest.mark.given(limits=replace(LIMITS, mute_ms=60_000, costs_max=12))
+async def test_a_peer_that_causes_many_rejects_is_muted(prefill: Node, context: Context) -> None:
+    bound = await prefill.bus.bind(ANY_PORT)
+    bad, good = Raw(context, bound), Raw(context, bound)
+    bad.send(hello("bad"))
+    good.send(hello("good"))
+    await until(lambda: len(prefill.received) == 2)
+    for _ in range(8):
+        assert prefill.bus.send("node:bad", Reject(1, "unknown_session", ()))
+    bad.send(Ping(1))
+    await until(lambda: ("node:bad", Ping(1)) in prefill.received)
+    prefill.bus.send("node:bad", Reject(1, "unknown_session", ()))
+    dropped = prefill.bus.dropped
+    bad.send(Ping(2))
+    await until(lambda: prefill.bus.dropped == dropped + 1)
+    good.send(Ping(3))
+    assert await good.receive() == Pong(3)
+    unmute(prefill, "node:bad", 60)
+    bad.send(Ping(4))
+    await until(lambda: ("node:bad", Ping(4)) in prefill.received)
+    assert ("node:bad", Ping(2)) not in prefill.received
 
 
-async def test_a_peer_that_repeats_hello_or_what_is_turned_away_is_muted(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
-    async with Node("p", limits=replace(LIMITS, mute_ms=60_000, costs_max=20)) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        greets, nameless, good = Raw(context, bound), Raw(context, bound), Raw(context, bound)
-        greets.send(*[hello("bad")] * 9)
-        await until(lambda: prefill.bus.dropped == 3)
-        assert prefill.received == [("node:bad", hello("bad"))] * 6, "the sixth mutes it"
-        nameless.send(*[Ping(1)] * 21, hello("late"))
-        await until(lambda: prefill.bus.dropped == 4)
-        assert prefill.bus.refused == 21
-        good.send(hello("good"), Ping(3))
-        assert await good.receive() == Pong(3)
+@pytest.mark.given(limits=replace(LIMITS, mute_ms=60_000, costs_max=20))
+async def test_a_peer_that_repeats_hello_or_what_is_turned_away_is_muted(prefill: Node, context: Context) -> None:
+    bound = await prefill.bus.bind(ANY_PORT)
+    greets, nameless, good = Raw(context, bound), Raw(context, bound), Raw(context, bound)
+    greets.send(*[hello("bad")] * 9)
+    await until(lambda: prefill.bus.dropped == 3)
+    assert prefill.received == [("node:bad", hello("bad"))] * 6, "the sixth mutes it"
+    nameless.send(*[Ping(1)] * 21, hello("late"))
+    await until(lambda: prefill.bus.dropped == 4)
+    assert prefill.bus.refused == 21
+    good.send(hello("good"), Ping(3))
+    assert await good.receive() == Pong(3)
 
 
 async def test_unreachable_endpoints_make_room_for_others() -> None:
@@ -584,14 +560,15 @@ async def test_unreachable_endpoints_make_room_for_others() -> None:
         await decode_node.ping(other, 1)
 
 
-async def test_a_key_may_claim_only_its_listed_roles(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+async def test_a_key_may_claim_only_its_listed_roles(context: Context) -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"d": d}, replace(LIMITS, mute_ms=0)) as prefill:
         prefill.bus.allow(AllowList({d.public: "d"}, {d.public: frozenset({"decode"})}))
         raw = Raw(context, await prefill.bus.bind(ANY_PORT), keys=d, server=p.public)
-        as_router = replace_role(hello("d"), "router")
+        as_decode = hello("d")
+        as_router = msgspec.structs.replace(
+            as_decode, identity=msgspec.structs.replace(as_decode.identity, role="router")
+        )
         raw.send(as_router, Ping(1))
         refused = await raw.receive()
         assert isinstance(refused, Reject)
@@ -606,13 +583,7 @@ async def test_a_key_may_claim_only_its_listed_roles(
         assert isinstance(await raw.receive(), Reject)
 
 
-def replace_role(message: Hello, role: str) -> Hello:
-    return msgspec.structs.replace(message, identity=msgspec.structs.replace(message.identity, role=role))
-
-
-async def test_a_peer_that_disconnects_before_it_is_revoked_is_reported_too(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
+async def test_a_peer_that_disconnects_before_it_is_revoked_is_reported_too(context: Context) -> None:
     """A session outlives its connection, so its owner must learn that the peer is no longer listed."""
     p, v, g = pair(), pair(), pair()
     async with Node("p", p, {"villain": v, "good": g}) as prefill:
@@ -744,11 +715,10 @@ def test_a_frame_whose_connection_has_ended_has_none() -> None:
     assert sockets.address_of_frame(junk) == "an ended connection"
 
 
-async def test_a_connection_that_ended_as_it_was_accepted_is_refused_and_raises_nothing() -> None:
+async def test_a_connection_that_ended_as_it_was_accepted_is_refused_and_raises_nothing(prefill: Node) -> None:
     """ZMQ delivers its first message without an address then."""
-    async with Node("p") as prefill:
-        await prefill.bus.bind(ANY_PORT)
-        prefill.bus._on_listener_frame(b"\0abcd", zmq.Frame(b"junk"))
-        ((peer, error),) = prefill.refusals
-        assert peer == "unknown:an ended connection"
-        assert error.field == "frame"
+    await prefill.bus.bind(ANY_PORT)
+    prefill.bus._on_listener_frame(b"\0abcd", zmq.Frame(b"junk"))
+    ((peer, error),) = prefill.refusals
+    assert peer == "unknown:an ended connection"
+    assert error.field == "frame"

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from struct import pack
 
+import msgspec
 import pytest
 
 from pdtransfer.bus import bus, dialled
@@ -268,22 +269,22 @@ async def joined() -> AsyncIterator[tuple[Node, Node, str]]:
         yield prefill, decode_node, peer
 
 
-async def test_what_is_sent_about_grants_goes_by_the_line_and_all_else_by_zmq() -> None:
-    async with Node("p") as prefill, Node("d") as decode_node:  # they have no connection by ZMQ
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        prefill.bus.attach("node:d", SESSION, ours, greeted=False)
-        theirs.recv(len(OPENING))
-        decode_node.bus.attach("p", SESSION, theirs, greeted=True)
-        await until(lambda: prefill.bus.send("node:d", LANDED))
-        assert not prefill.bus.send("node:d", replace_session(LANDED, 6)), "this session has no line"
-        assert not prefill.bus.send("node:d", Ping(1))
-        assert not prefill.bus.send("node:x", LANDED), "the line is of another peer"
-        await until(lambda: decode_node.received)
-        assert decode_node.received == [("p", LANDED)]
-        for message in (Released(SESSION, 1), Abort(SESSION, 1, 7)):
-            assert decode_node.bus.send("p", message)
-        await until(lambda: len(prefill.received) == 2)
-        assert (decode_node.bus.received, prefill.bus.received) == (1, 2) == (prefill.bus.sent, decode_node.bus.sent)
+async def test_what_is_sent_about_grants_goes_by_the_line_and_all_else_by_zmq(prefill: Node, decode_node: Node) -> None:
+    # they have no connection by ZMQ
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    prefill.bus.attach("node:d", SESSION, ours, greeted=False)
+    theirs.recv(len(OPENING))
+    decode_node.bus.attach("p", SESSION, theirs, greeted=True)
+    await until(lambda: prefill.bus.send("node:d", LANDED))
+    assert not prefill.bus.send("node:d", msgspec.structs.replace(LANDED, session=6)), "this session has no line"
+    assert not prefill.bus.send("node:d", Ping(1))
+    assert not prefill.bus.send("node:x", LANDED), "the line is of another peer"
+    await until(lambda: decode_node.received)
+    assert decode_node.received == [("p", LANDED)]
+    for message in (Released(SESSION, 1), Abort(SESSION, 1, 7)):
+        assert decode_node.bus.send("p", message)
+    await until(lambda: len(prefill.received) == 2)
+    assert (decode_node.bus.received, prefill.bus.received) == (1, 2) == (prefill.bus.sent, decode_node.bus.sent)
 
 
 async def test_a_frame_too_long_for_the_line_goes_by_zmq() -> None:
@@ -292,10 +293,6 @@ async def test_a_frame_too_long_for_the_line_goes_by_zmq() -> None:
         assert decode_node.bus.send(peer, grant)
         await until(lambda: prefill.received == [("node:d", grant)])
         assert lines_of(prefill.bus)
-
-
-def replace_session(landed: Landed, session: int) -> Landed:
-    return Landed(session, landed.grant, landed.kv_bytes, landed.aux, landed.checksum)
 
 
 @pytest.mark.parametrize(

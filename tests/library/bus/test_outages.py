@@ -15,69 +15,62 @@ import zmq
 
 from pdtransfer.bus.sockets import resolve
 from pdtransfer.wire import Goodbye, Ping, Reject
-from tests.support.bus_peers import ANY_PORT, LIMITS, Node, Raw, context, hello, pair, rebind
+from tests.support.bus_peers import ANY_PORT, LIMITS, Context, Node, Raw, context, hello, pair, rebind
 from tests.support.internals import dialled_by
 from tests.support.waiting import until
 
 __all__ = ["context"]  # a fixture
 
 
-async def test_a_restarted_listener_receives_hello_first_and_nothing_stale() -> None:
-    async with Node("d") as decode_node:
-        first = Node("p")
-        bound = await first.bus.bind(ANY_PORT)
-        peer = await decode_node.meet(bound, "d")
-        await decode_node.ping(peer, 1)
-        await first.bus.close()
-        await until(lambda: not decode_node.bus.send(peer, Ping(2)))
-        async with Node("p") as second:
-            assert await second.bus.bind(bound) == bound
-            await until(lambda: bool(second.received))
-            await decode_node.ping(peer, 3)
-            # A busy machine may have Hello sent again; what was sent between the two listeners never comes.
-            opening, *more = second.received
-            assert opening == ("node:d", hello("d"))
-            assert next(each for each in more if each != opening) == ("node:d", Ping(3))
+async def test_a_restarted_listener_receives_hello_first_and_nothing_stale(decode_node: Node) -> None:
+    first = Node("p")
+    bound = await first.bus.bind(ANY_PORT)
+    peer = await decode_node.meet(bound, "d")
+    await decode_node.ping(peer, 1)
+    await first.bus.close()
+    await until(lambda: not decode_node.bus.send(peer, Ping(2)))
+    async with Node("p") as second:
+        assert await second.bus.bind(bound) == bound
+        await until(lambda: bool(second.received))
+        await decode_node.ping(peer, 3)
+        # A busy machine may have Hello sent again; what was sent between the two listeners never comes.
+        opening, *more = second.received
+        assert opening == ("node:d", hello("d"))
+        assert next(each for each in more if each != opening) == ("node:d", Ping(3))
 
 
-async def test_hello_is_sent_again_to_a_listener_that_forgot_it() -> None:
-    async with Node("p") as prefill, Node("d") as decode_node:
-        peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
-        await decode_node.ping(peer, 1)
-        prefill.bus.hang_up("node:d")
-        assert not prefill.bus.send("node:d", Ping(9))
-        prefill.received.clear()
-        await decode_node.ping(peer, 2)
-        assert prefill.received[0] == ("node:d", hello("d"))
-        assert not [message for _, message in decode_node.received if isinstance(message, Reject)]
+async def test_hello_is_sent_again_to_a_listener_that_forgot_it(prefill: Node, decode_node: Node) -> None:
+    peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
+    await decode_node.ping(peer, 1)
+    prefill.bus.hang_up("node:d")
+    assert not prefill.bus.send("node:d", Ping(9))
+    prefill.received.clear()
+    await decode_node.ping(peer, 2)
+    assert prefill.received[0] == ("node:d", hello("d"))
+    assert not [message for _, message in decode_node.received if isinstance(message, Reject)]
 
 
-async def test_unread_messages_of_a_closed_peer_are_dropped_silently(
-    context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
-    async with Node("p") as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        raw = Raw(context, bound)
-        raw.send(hello("d"))
-        await until(lambda: prefill.received == [("node:d", hello("d"))])
-        raw.send(*(Ping(number) for number in range(100)))
-        raw.socket.close(linger=10_000)
-        while prefill.bus.send("node:d", Goodbye(7, "shutdown")):
-            time.sleep(0.001)  # noqa: ASYNC251 - so that the loop reads none of them before
-        await until(lambda: prefill.bus.dropped >= 101)
-        assert len(prefill.received) == 1
-        assert (prefill.refusals, prefill.bus.refused) == ([], 0)
-        again = Raw(context, bound)
-        again.send(Ping(1))
-        assert isinstance(await again.receive(), Reject)  # a new connection still gets the reject "Hello first"
-        again.send(hello("d"))
-        await until(lambda: len(prefill.received) == 2)
+async def test_unread_messages_of_a_closed_peer_are_dropped_silently(prefill: Node, context: Context) -> None:
+    bound = await prefill.bus.bind(ANY_PORT)
+    raw = Raw(context, bound)
+    raw.send(hello("d"))
+    await until(lambda: prefill.received == [("node:d", hello("d"))])
+    raw.send(*(Ping(number) for number in range(100)))
+    raw.socket.close(linger=10_000)
+    while prefill.bus.send("node:d", Goodbye(7, "shutdown")):
+        time.sleep(0.001)  # noqa: ASYNC251 - so that the loop reads none of them before
+    await until(lambda: prefill.bus.dropped >= 101)
+    assert len(prefill.received) == 1
+    assert (prefill.refusals, prefill.bus.refused) == ([], 0)
+    again = Raw(context, bound)
+    again.send(Ping(1))
+    assert isinstance(await again.receive(), Reject)  # a new connection still gets the reject "Hello first"
+    again.send(hello("d"))
+    await until(lambda: len(prefill.received) == 2)
 
 
 @pytest.mark.parametrize("at_first", ["does not list us", "has no keys"])
-async def test_an_endpoint_that_refused_us_is_dialled_until_it_accepts(
-    at_first: str, context: zmq.Context[zmq.Socket[bytes]]
-) -> None:
+async def test_an_endpoint_that_refused_us_is_dialled_until_it_accepts(at_first: str, context: Context) -> None:
     p, d = pair(), pair()
     router = context.socket(zmq.ROUTER)
     if at_first == "does not list us":
@@ -110,7 +103,7 @@ async def test_an_endpoint_that_refused_us_is_dialled_until_it_accepts(
     ],
 )
 async def test_the_log_gives_the_reason_for_a_missing_connection(
-    listener: str, text: str, context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+    listener: str, text: str, context: Context, caplog: pytest.LogCaptureFixture
 ) -> None:
     p, d, other = pair(), pair(), pair()
     limits = replace(LIMITS, redial_ms_max=60_000)
@@ -128,31 +121,33 @@ async def test_the_log_gives_the_reason_for_a_missing_connection(
         assert f"no connection to {p.public}@{bound}: " in caplog.text
 
 
-async def test_an_outage_is_logged_a_bounded_number_of_times(caplog: pytest.LogCaptureFixture) -> None:
-    async with Node("d", limits=replace(LIMITS, redial_ms=10, redial_ms_max=40)) as decode_node:
-        listener = Node("p")
-        bound = await listener.bus.bind(ANY_PORT)
-        await listener.bus.close()
-        dialled = dialled_by(decode_node.bus)[decode_node.bus.dial(bound, "prefill")]
-        await until(lambda: dialled._attempt > 5)
-        assert caplog.text.count("no connection") == 2  # after the first two waits
-        async with Node("p") as listener:
-            await rebind(listener, bound)
-            await decode_node.ping(await decode_node.meet(bound, "d") if not dialled.connected else bound, 1)
-        await until(lambda: dialled._attempt > 10)
-        assert caplog.text.count("no connection") == 4
+@pytest.mark.given(limits=replace(LIMITS, redial_ms=10, redial_ms_max=40))
+async def test_an_outage_is_logged_a_bounded_number_of_times(
+    decode_node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = Node("p")
+    bound = await listener.bus.bind(ANY_PORT)
+    await listener.bus.close()
+    dialled = dialled_by(decode_node.bus)[decode_node.bus.dial(bound, "prefill")]
+    await until(lambda: dialled._attempt > 5)
+    assert caplog.text.count("no connection") == 2  # after the first two waits
+    async with Node("p") as listener:
+        await rebind(listener, bound)
+        await decode_node.ping(await decode_node.meet(bound, "d") if not dialled.connected else bound, 1)
+    await until(lambda: dialled._attempt > 10)
+    assert caplog.text.count("no connection") == 4
 
 
-async def test_nothing_is_dialled_after_hanging_up(caplog: pytest.LogCaptureFixture) -> None:
-    async with Node("d", limits=replace(LIMITS, redial_ms=20, redial_ms_max=40)) as decode_node:
-        peer = decode_node.bus.dial("tcp://127.0.0.1:9", "prefill")
-        dialled = dialled_by(decode_node.bus)[peer]
-        await asyncio.sleep(0.01)
-        decode_node.bus.hang_up(peer)
-        before = dialled._attempt, caplog.text  # none left, unless this sleep took twice as long
-        await asyncio.sleep(0.1)
-        assert (dialled._attempt, caplog.text) == before
-        assert not dialled.connected
+@pytest.mark.given(limits=replace(LIMITS, redial_ms=20, redial_ms_max=40))
+async def test_nothing_is_dialled_after_hanging_up(decode_node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    peer = decode_node.bus.dial("tcp://127.0.0.1:9", "prefill")
+    dialled = dialled_by(decode_node.bus)[peer]
+    await asyncio.sleep(0.01)
+    decode_node.bus.hang_up(peer)
+    before = dialled._attempt, caplog.text  # none left, unless this sleep took twice as long
+    await asyncio.sleep(0.1)
+    assert (dialled._attempt, caplog.text) == before
+    assert not dialled.connected
 
 
 async def test_names_resolve_to_ipv4_first() -> None:

@@ -6,12 +6,11 @@ import itertools
 
 import msgspec
 import pytest
-import zmq
 
 from pdtransfer.bus.keys import ROLES, AllowList, KeyPair
 from pdtransfer.errors import ConfigError
 from pdtransfer.wire import VERSION, Hello, Message, Ping, Pong, Reject, Welcome
-from tests.support.bus_peers import ANY_PORT, Node, Raw, context, hello, pair
+from tests.support.bus_peers import ANY_PORT, Context, Node, Raw, context, hello, pair
 from tests.support.internals import dialled_by
 from tests.support.waiting import until
 
@@ -92,9 +91,7 @@ async def test_a_welcome_in_another_role_than_the_dialled_one_is_a_refusal(
 
 
 @pytest.mark.parametrize(("listed_role", "role"), PAIRS)
-async def test_a_peer_that_dials_claims_a_listed_role_alone(
-    context: zmq.Context[zmq.Socket[bytes]], listed_role: str, role: str
-) -> None:
+async def test_a_peer_that_dials_claims_a_listed_role_alone(context: Context, listed_role: str, role: str) -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"peer": d}) as listener:
         listener.bus.allow(listed(d, listed_role))
@@ -111,7 +108,7 @@ async def test_a_peer_that_dials_claims_a_listed_role_alone(
 
 @pytest.mark.parametrize(("listed_role", "role"), PAIRS)
 async def test_a_peer_that_dialled_is_cut_off_once_its_role_is_taken_away(
-    context: zmq.Context[zmq.Socket[bytes]], listed_role: str, role: str
+    context: Context, listed_role: str, role: str
 ) -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"peer": d}) as listener:

@@ -43,6 +43,7 @@ from pdtransfer.wire import (
     decode,
     encode,
 )
+from tests.support.bus_peers import Context
 from tests.support.waiting import until
 
 LIMITS = Limits(ping_ms=20, silence_ms=1_000)
@@ -106,7 +107,7 @@ class Stranger:
     """A socket of its own, and what came to it: neither pings nor numbers anything."""
 
     def __init__(self, endpoint: str) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: Context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.connect(endpoint)
 
@@ -379,7 +380,7 @@ async def test_a_follower_that_dies_is_lost_at_the_next_message() -> None:
 async def test_a_leader_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     frames: list[Message | bytes], why: str
 ) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: Context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     follower = Follower(f"tcp://127.0.0.1:{port}")

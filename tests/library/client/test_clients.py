@@ -40,12 +40,6 @@ from tests.support.processes import open_files
 from tests.support.waiting import PATIENCE_S, wait_for
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    with client_pair() as made:
-        yield made
-
-
 def landed(pair: Pair, expected: Expected, room: int, pages: np.ndarray, tokens: int) -> None:
     """Waits for READY and notes where the room's bytes have to be."""
     slots = pair.ready(room).slots["kv"][:tokens]
@@ -138,39 +132,39 @@ class DecodeScheduler:
         return not (self.waiting or self.running)
 
 
-def test_two_schedulers_that_never_wait_move_rooms_chunk_by_chunk() -> None:
+@pytest.mark.given(source=("layer_first", 16, 640), target=("page_first", 1, 256))
+def test_two_schedulers_that_never_wait_move_rooms_chunk_by_chunk(pair: Pair) -> None:
     """Twelve rooms through an arena that holds four or so of them at a time, and a pool that holds all but one."""
-    with client_pair(source=("layer_first", 16, 640), target=("page_first", 1, 256)) as pair:
-        sizes = [1, 15, 16, 17, 60, 63, 64, 65, 33, 90, 128, 48]
-        senders = [Request(100 + index, tokens, chunk=24) for index, tokens in enumerate(sizes)]
-        receivers = [Request(sender.room, sender.tokens, chunk=0) for sender in senders]
-        source = {sender.room: sender for sender in senders}
+    sizes = [1, 15, 16, 17, 60, 63, 64, 65, 33, 90, 128, 48]
+    senders = [Request(100 + index, tokens, chunk=24) for index, tokens in enumerate(sizes)]
+    receivers = [Request(sender.room, sender.tokens, chunk=0) for sender in senders]
+    source = {sender.room: sender for sender in senders}
 
-        def read(request: Request, ready: RoomReady) -> None:
-            assert ready.aux == b"aux of %d" % request.room
-            assert ready.kv_bytes == request.tokens * pair.source.layout.row_bytes
-            pages = np.array(source[request.room].pages)
-            of, slot = slots_of_pages(pages, 16, request.tokens), ready.slots["kv"]
-            for kind, layer, head in pair.source.model.rows():
-                rows = pair.source.read(kind, layer, head, of), pair.target.read(kind, layer, head, slot)
-                assert (rows[0] == rows[1]).all()
+    def read(request: Request, ready: RoomReady) -> None:
+        assert ready.aux == b"aux of %d" % request.room
+        assert ready.kv_bytes == request.tokens * pair.source.layout.row_bytes
+        pages = np.array(source[request.room].pages)
+        of, slot = slots_of_pages(pages, 16, request.tokens), ready.slots["kv"]
+        for kind, layer, head in pair.source.model.rows():
+            rows = pair.source.read(kind, layer, head, of), pair.target.read(kind, layer, head, slot)
+            assert (rows[0] == rows[1]).all()
 
-        prefill, decode = PrefillScheduler(pair, senders), DecodeScheduler(pair, receivers, read)
-        deadline = time.monotonic() + 120
-        while not (prefill.idle and decode.idle):
-            assert time.monotonic() < deadline
-            prefill.step()
-            decode.step()
-            time.sleep(0.0005)  # the batch that a scheduler runs between two polls
-        stations = [KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING, KVPoll.SUCCESS]
-        for request in senders:
-            assert request.states[-1] is KVPoll.SUCCESS
-            assert request.states == [state for state in stations if state in request.states]  # never back
-            assert KVPoll.TRANSFERRING in request.states
-        assert all(request.states[-1] is KVPoll.SUCCESS for request in receivers)
-        assert all(set(request.states) <= {KVPoll.BOOTSTRAPPING, KVPoll.SUCCESS} for request in receivers)
-        assert len(prefill.free_pages) == 640 // 16
-        pair.whole_arena_is_free(1)
+    prefill, decode = PrefillScheduler(pair, senders), DecodeScheduler(pair, receivers, read)
+    deadline = time.monotonic() + 120
+    while not (prefill.idle and decode.idle):
+        assert time.monotonic() < deadline
+        prefill.step()
+        decode.step()
+        time.sleep(0.0005)  # the batch that a scheduler runs between two polls
+    stations = [KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING, KVPoll.SUCCESS]
+    for request in senders:
+        assert request.states[-1] is KVPoll.SUCCESS
+        assert request.states == [state for state in stations if state in request.states]  # never back
+        assert KVPoll.TRANSFERRING in request.states
+    assert all(request.states[-1] is KVPoll.SUCCESS for request in receivers)
+    assert all(set(request.states) <= {KVPoll.BOOTSTRAPPING, KVPoll.SUCCESS} for request in receivers)
+    assert len(prefill.free_pages) == 640 // 16
+    pair.whole_arena_is_free(1)
 
 
 def test_min_over_ranks_is_the_rooms_state() -> None:
@@ -204,29 +198,28 @@ def test_every_pair_of_pools_lands_token_for_token_and_no_other_byte_changes(
         assert expected.holds(pair.arena)
 
 
-def test_cells_of_some_layers_land_in_any_order() -> None:
-    with client_pair(model=mla(layers=range(4))) as pair:
-        expected, pages = Expected(pair.target), pair.pages(1, 50)
-        pair.expect(1, 50)
-        pair.prefill.open(1, tokens=50)
-        for rows in ((32, 50), (0, 32)):
-            for layers in ((2, 3), (0, 2), (3, 4)):
-                pair.prefill.push(1, pages[: -(-rows[1] // 16)], rows=rows, layers=layers)
-        pair.prefill.finish(1)
-        landed(pair, expected, 1, pages, 50)
-        assert expected.holds(pair.arena)
+@pytest.mark.given(model=mla(layers=range(4)))
+def test_cells_of_some_layers_land_in_any_order(pair: Pair) -> None:
+    expected, pages = Expected(pair.target), pair.pages(1, 50)
+    pair.expect(1, 50)
+    pair.prefill.open(1, tokens=50)
+    for rows in ((32, 50), (0, 32)):
+        for layers in ((2, 3), (0, 2), (3, 4)):
+            pair.prefill.push(1, pages[: -(-rows[1] // 16)], rows=rows, layers=layers)
+    pair.prefill.finish(1)
+    landed(pair, expected, 1, pages, 50)
+    assert expected.holds(pair.arena)
 
 
-def test_a_page_list_may_be_longer_than_the_rows_so_far() -> None:
-    with client_pair() as pair:
-        expected, pages = Expected(pair.target), pair.pages(1, 50)
-        pair.expect(1, 50)
-        pair.prefill.open(1, tokens=50)
-        for rows in ((0, 10), (10, 33), (33, 50)):
-            pair.prefill.push(1, pages.tolist(), rows=rows)
-        pair.prefill.finish(1)
-        landed(pair, expected, 1, pages, 50)
-        assert expected.holds(pair.arena)
+def test_a_page_list_may_be_longer_than_the_rows_so_far(pair: Pair) -> None:
+    expected, pages = Expected(pair.target), pair.pages(1, 50)
+    pair.expect(1, 50)
+    pair.prefill.open(1, tokens=50)
+    for rows in ((0, 10), (10, 33), (33, 50)):
+        pair.prefill.push(1, pages.tolist(), rows=rows)
+    pair.prefill.finish(1)
+    landed(pair, expected, 1, pages, 50)
+    assert expected.holds(pair.arena)
 
 
 def test_rows_may_begin_within_a_page(pair: Pair) -> None:
@@ -328,28 +321,27 @@ def is_leasable(pair: Pair, room: int) -> bool:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_who_gives_up_gets_the_failure_at_once_and_memory_is_safe_when_the_write_has_ended(
-    gate: Gate, side: str
+    pair: Pair, gate: Gate, side: str
 ) -> None:
-    with client_pair() as pair:
-        pair.expect(1, 40)
-        pair.send(1, 40)
-        assert gate.entered.wait(60)
-        getattr(pair, side).abort(1)
-        pair.until(lambda: pair.prefill_event(1, RoomFailed) and pair.decode_event(1, RoomFailed))
-        assert pair.prefill.state(1) is pair.decode.state(1) is KVPoll.FAILED
-        assert pair.prefill_event(1, RoomFailed).cause is Cause.ABORTED
-        assert pair.decode_event(1, RoomFailed).cause is Cause.ABORTED
-        # Several repetitions later the write is still under way: pages and slots are still its own.
-        deadline = time.monotonic() + 0.3
-        while time.monotonic() < deadline:
-            pair.poll()
-            assert pair.prefill_event(1, RoomDrained) is None
-            assert not is_leasable(pair, 1)
-            time.sleep(0.01)
-        gate.opened.set()
-        pair.drained(1)
-        pair.until(lambda: is_leasable(pair, 1))
-        pair.whole_arena_is_free(2)
+    pair.expect(1, 40)
+    pair.send(1, 40)
+    assert gate.entered.wait(60)
+    getattr(pair, side).abort(1)
+    pair.until(lambda: pair.prefill_event(1, RoomFailed) and pair.decode_event(1, RoomFailed))
+    assert pair.prefill.state(1) is pair.decode.state(1) is KVPoll.FAILED
+    assert pair.prefill_event(1, RoomFailed).cause is Cause.ABORTED
+    assert pair.decode_event(1, RoomFailed).cause is Cause.ABORTED
+    # Several repetitions later the write is still under way: pages and slots are still its own.
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        pair.poll()
+        assert pair.prefill_event(1, RoomDrained) is None
+        assert not is_leasable(pair, 1)
+        time.sleep(0.01)
+    gate.opened.set()
+    pair.drained(1)
+    pair.until(lambda: is_leasable(pair, 1))
+    pair.whole_arena_is_free(2)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -849,22 +841,21 @@ def test_rooms_that_have_landed_are_ready_although_prefill_leaves_before_decode_
         pair.ready(room)
 
 
-def test_prefills_close_waits_for_writes_and_decode_learns_of_it(gate: Gate) -> None:
-    with client_pair() as pair:
-        pair.expect(1, 40)
-        pair.send(1, 40)
-        assert gate.entered.wait(60)
-        closing = threading.Thread(target=pair.prefill.close)
-        closing.start()
-        assert pair.failed(1).cause is Cause.SHUTDOWN
-        closing.join(0.2)
-        assert closing.is_alive()  # a page is being read
-        gate.opened.set()
-        closing.join(60)
-        assert not closing.is_alive()
-        pair.poll()
-        assert [type(event) for event in pair.prefill_events] == [RoomLeased, RoomFailed, RoomDrained]
-        pair.until(lambda: is_leasable(pair, 1))
+def test_prefills_close_waits_for_writes_and_decode_learns_of_it(pair: Pair, gate: Gate) -> None:
+    pair.expect(1, 40)
+    pair.send(1, 40)
+    assert gate.entered.wait(60)
+    closing = threading.Thread(target=pair.prefill.close)
+    closing.start()
+    assert pair.failed(1).cause is Cause.SHUTDOWN
+    closing.join(0.2)
+    assert closing.is_alive()  # a page is being read
+    gate.opened.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    pair.poll()
+    assert [type(event) for event in pair.prefill_events] == [RoomLeased, RoomFailed, RoomDrained]
+    pair.until(lambda: is_leasable(pair, 1))
 
 
 def test_a_client_that_cannot_start_reports_why_and_gives_everything_back() -> None:
@@ -944,16 +935,16 @@ async def test_a_client_that_runs_already_is_left_alone_by_a_second_context() ->
         pair.prefill.open(1, tokens=1)
 
 
-def test_what_was_not_begun_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with client_pair(start=False) as pair:
-        with pytest.raises(LocalProtocolError, match="start"):
+@pytest.mark.given(start=False)
+def test_what_was_not_begun_may_be_tried_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LocalProtocolError, match="start"):
+        pair.prefill.open(1, tokens=1)
+    with pair.prefill:
+        monkeypatch.setattr(thread_queues, "CALLS_MAX", 0)
+        with pytest.raises(WorldError, match="wait for the loop"):
             pair.prefill.open(1, tokens=1)
-        with pair.prefill:
-            monkeypatch.setattr(thread_queues, "CALLS_MAX", 0)
-            with pytest.raises(WorldError, match="wait for the loop"):
-                pair.prefill.open(1, tokens=1)
-            monkeypatch.undo()
-            pair.prefill.open(1, tokens=1)
+        monkeypatch.undo()
+        pair.prefill.open(1, tokens=1)
 
 
 def test_a_client_that_was_never_started_closes() -> None:
@@ -1120,16 +1111,16 @@ async def test_a_label_used_already_is_refused_and_its_room_goes_on(twins: Twins
         assert (await hand.ready()).room == 1
 
 
-def test_limits_that_hold_fewer_rooms_at_once_only_make_them_wait() -> None:
-    with client_pair(limits=replace(LIMITS, window=2)) as pair:
-        for room in range(1, 13):
-            pair.expect(room, 10)
-            pair.send(room, 10)
-        for room in range(1, 13):
-            pair.ready(room)
-            pair.decode.release(room)
-            pair.drained(room)
-        pair.whole_arena_is_free(99)
+@pytest.mark.given(limits=replace(LIMITS, window=2))
+def test_limits_that_hold_fewer_rooms_at_once_only_make_them_wait(pair: Pair) -> None:
+    for room in range(1, 13):
+        pair.expect(room, 10)
+        pair.send(room, 10)
+    for room in range(1, 13):
+        pair.ready(room)
+        pair.decode.release(room)
+        pair.drained(room)
+    pair.whole_arena_is_free(99)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -61,40 +61,36 @@ def test_each_further_room_of_such_a_pair_fails_as_soon() -> None:
             assert "weights: d has '78', p '77'" in failed_at_prefill(pair, room).detail
 
 
-def test_a_room_that_decode_never_expects_fails_at_prefill() -> None:
+def test_a_room_that_decode_never_expects_fails_at_prefill(pair: Pair) -> None:
     """Of a request that ended before it got memory."""
-    with client_pair() as pair:
-        pair.send(1, TOKENS)
-        pair.decode.withdraw(1, sources=[pair.prefill.endpoint], detail="request r1: refused by its server")
-        assert failed_at_prefill(pair, 1).detail == "node:d gave it up: request r1: refused by its server"
-        pair.decode.withdraw(2, sources=[pair.prefill.endpoint])
-        pair.until(lambda: pair.prefill_event(2, RoomAsked))
-        pair.send(2, TOKENS)
-        assert failed_at_prefill(pair, 2).detail == "node:d gave it up"
+    pair.send(1, TOKENS)
+    pair.decode.withdraw(1, sources=[pair.prefill.endpoint], detail="request r1: refused by its server")
+    assert failed_at_prefill(pair, 1).detail == "node:d gave it up: request r1: refused by its server"
+    pair.decode.withdraw(2, sources=[pair.prefill.endpoint])
+    pair.until(lambda: pair.prefill_event(2, RoomAsked))
+    pair.send(2, TOKENS)
+    assert failed_at_prefill(pair, 2).detail == "node:d gave it up"
 
 
-def test_the_reason_of_an_abort_crosses_in_both_directions() -> None:
-    with client_pair() as pair:
-        pair.prefill.open(1, tokens=TOKENS)
-        pair.expect(1, TOKENS)
-        pair.prefill.abort(1, "its client has left")
-        assert pair.failed(1).detail.endswith(": its client has left")
-        pair.prefill.open(2, tokens=TOKENS)
-        pair.expect(2, TOKENS)
-        pair.decode.abort(2, "its client has left")
-        assert failed_at_prefill(pair, 2).detail == "node:d gave it up: its client has left"
+def test_the_reason_of_an_abort_crosses_in_both_directions(pair: Pair) -> None:
+    pair.prefill.open(1, tokens=TOKENS)
+    pair.expect(1, TOKENS)
+    pair.prefill.abort(1, "its client has left")
+    assert pair.failed(1).detail.endswith(": its client has left")
+    pair.prefill.open(2, tokens=TOKENS)
+    pair.expect(2, TOKENS)
+    pair.decode.abort(2, "its client has left")
+    assert failed_at_prefill(pair, 2).detail == "node:d gave it up: its client has left"
 
 
-def test_a_room_that_prefill_never_opens_fails_at_decode() -> None:
-    with client_pair() as pair:
-        pair.expect(1, TOKENS)
-        pair.until(lambda: pair.prefill_event(1, RoomAsked))
-        pair.prefill.abort(1, "its client has left")
-        assert (pair.failed(1).cause, pair.prefill_event(1, RoomDrained)) == (Cause.ABORTED, None)
+def test_a_room_that_prefill_never_opens_fails_at_decode(pair: Pair) -> None:
+    pair.expect(1, TOKENS)
+    pair.until(lambda: pair.prefill_event(1, RoomAsked))
+    pair.prefill.abort(1, "its client has left")
+    assert (pair.failed(1).cause, pair.prefill_event(1, RoomDrained)) == (Cause.ABORTED, None)
 
 
-def test_a_request_that_decode_cannot_take_is_reported_to_prefill() -> None:
-    with client_pair() as pair:
-        pair.send(1, TOKENS)
-        pair.expect(1, 10 * pair.target.slots)
-        assert "refused: " in failed_at_prefill(pair, 1).detail
+def test_a_request_that_decode_cannot_take_is_reported_to_prefill(pair: Pair) -> None:
+    pair.send(1, TOKENS)
+    pair.expect(1, 10 * pair.target.slots)
+    assert "refused: " in failed_at_prefill(pair, 1).detail

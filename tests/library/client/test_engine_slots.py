@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +29,7 @@ from tests.support.client_pair import Expected, Late, Pair, client_pair, slots_o
 TOKENS = 40
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    with client_pair(decode_options={"engine_slots": True}) as made:
-        yield made
+pytestmark = pytest.mark.given(decode_options={"engine_slots": True})
 
 
 def chosen(seed: int, count: int = TOKENS, of: int = 256) -> np.ndarray:
@@ -192,12 +189,12 @@ def test_wrong_slots_are_refused_by_name_and_no_room_begins(pair: Pair, more: di
         pair.decode.state(1)
 
 
-def test_a_client_that_leases_takes_no_slots() -> None:
-    with client_pair() as pair:
-        with pytest.raises(LocalProtocolError, match="engine_slots=False takes no slots"):
-            pair.expect(1, TOKENS, slots={"kv": chosen(1)})
-        with pytest.raises(LocalProtocolError, match="leases the slots itself"):
-            pair.decode.quiesce(1, 1.0)
+@pytest.mark.given(decode_options=None)
+def test_a_client_that_leases_takes_no_slots(pair: Pair) -> None:
+    with pytest.raises(LocalProtocolError, match="engine_slots=False takes no slots"):
+        pair.expect(1, TOKENS, slots={"kv": chosen(1)})
+    with pytest.raises(LocalProtocolError, match="leases the slots itself"):
+        pair.decode.quiesce(1, 1.0)
 
 
 def test_prefill_learns_of_a_room_and_its_length_before_it_is_open(pair: Pair) -> None:
@@ -357,13 +354,13 @@ def test_an_engine_may_run_without_assertions() -> None:
         lambda pair: pair.prefill.abort(1),
     ],
 )
-def test_a_call_is_refused_before_the_start_and_begins_nothing(call: Callable[[Pair], None]) -> None:
-    with client_pair(start=False) as pair:
-        with pytest.raises(LocalProtocolError, match="start"):
-            call(pair)
-        for client in (pair.prefill, pair.decode):
-            with pytest.raises(KeyError):
-                client.state(1)
+@pytest.mark.given(start=False, decode_options=None)
+def test_a_call_is_refused_before_the_start_and_begins_nothing(pair: Pair, call: Callable[[Pair], None]) -> None:
+    with pytest.raises(LocalProtocolError, match="start"):
+        call(pair)
+    for client in (pair.prefill, pair.decode):
+        with pytest.raises(KeyError):
+            client.state(1)
 
 
 def test_an_engines_switch_interval_is_left_alone() -> None:

@@ -7,64 +7,64 @@ import pytest
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomReady
-from tests.support.client_pair import Expected, Late, client_pair, slots_of_pages
+from tests.support.client_pair import Expected, Late, Pair, slots_of_pages
 from tests.support.late_producer import STALE, landed, layer_bytes
 from tests.support.layout_tensors import CANARY, mla
 
 
-def test_each_layer_leaves_with_its_event_and_none_of_its_bytes_before() -> None:
-    with client_pair(model=mla(layers=range(4))) as pair:
-        right, pool = pair.source.memory.copy(), pair.source.memory
-        pool[:] = STALE
-        events = [Late() for _ in range(4)]
-        pages = pair.pages(1, 200)
-        pair.expect(1, 200)
-        pair.prefill.open(1, tokens=200)
-        for layer, event in enumerate(events):
-            pair.prefill.push(1, pages, rows=(0, 200), layers=(layer, layer + 1), after=event)
-        pair.prefill.finish(1, after=events[-1])
-        everywhere = np.arange(pair.target.slots)
-        for layer, event in enumerate(events):
-            asked = event.asked
-            pair.until(lambda event=event, asked=asked: event.asked > asked + 20)  # it is waited for, and long enough
-            assert (landed(pair, everywhere, layer) == CANARY).all()
-            own = layer_bytes(pair, layer)
-            pool[own] = right[own]
-            event.fired = True
-            pair.until(lambda layer=layer: (landed(pair, everywhere, layer) != CANARY).any() or pair.decode_events)
-        ready = pair.ready(1)
-        expected = Expected(pair.target)
-        expected.land(slots_of_pages(pages, 16, 200), ready.slots["kv"])
-        assert expected.holds(pair.arena)
+@pytest.mark.given(model=mla(layers=range(4)))
+def test_each_layer_leaves_with_its_event_and_none_of_its_bytes_before(pair: Pair) -> None:
+    right, pool = pair.source.memory.copy(), pair.source.memory
+    pool[:] = STALE
+    events = [Late() for _ in range(4)]
+    pages = pair.pages(1, 200)
+    pair.expect(1, 200)
+    pair.prefill.open(1, tokens=200)
+    for layer, event in enumerate(events):
+        pair.prefill.push(1, pages, rows=(0, 200), layers=(layer, layer + 1), after=event)
+    pair.prefill.finish(1, after=events[-1])
+    everywhere = np.arange(pair.target.slots)
+    for layer, event in enumerate(events):
+        asked = event.asked
+        pair.until(lambda event=event, asked=asked: event.asked > asked + 20)  # it is waited for, and long enough
+        assert (landed(pair, everywhere, layer) == CANARY).all()
+        own = layer_bytes(pair, layer)
+        pool[own] = right[own]
+        event.fired = True
+        pair.until(lambda layer=layer: (landed(pair, everywhere, layer) != CANARY).any() or pair.decode_events)
+    ready = pair.ready(1)
+    expected = Expected(pair.target)
+    expected.land(slots_of_pages(pages, 16, 200), ready.slots["kv"])
+    assert expected.holds(pair.arena)
 
 
-def test_chunks_and_layers_together_wait_each_for_its_own_event() -> None:
+@pytest.mark.given(model=mla(layers=range(2)))
+def test_chunks_and_layers_together_wait_each_for_its_own_event(pair: Pair) -> None:
     """Two chunks of two layers, all of it stale until its event: the order is the engine's."""
-    with client_pair(model=mla(layers=range(2))) as pair:
-        right, pool = pair.source.memory.copy(), pair.source.memory
-        pool[:] = STALE
-        pages = pair.pages(2, 150)
-        slots = slots_of_pages(pages, 16, 150)
-        cells = [(rows, layer) for rows in ((0, 64), (64, 150)) for layer in range(2)]
-        events = [Late() for _ in cells]
-        pair.expect(2, 150)
-        pair.prefill.open(2, tokens=150)
-        for (rows, layer), event in zip(cells, events, strict=True):
-            pair.prefill.push(2, pages, rows=rows, layers=(layer, layer + 1), after=event)
-        pair.prefill.finish(2)
-        for (rows, layer), event in zip(cells, events, strict=True):
-            layout = pair.source.layout
-            places = layout.address(layer, slots[slice(*rows)])[:, None] + np.arange(1_152)
-            assert layout.planes[layer].layer == layer
-            pool[places] = right[places]
-            event.fired = True
-            asked = event.asked
-            pair.until(lambda event=event, asked=asked: event.asked > asked)
-        ready = pair.ready(2)
-        assert isinstance(ready, RoomReady)
-        expected = Expected(pair.target)
-        expected.land(slots, ready.slots["kv"])
-        assert expected.holds(pair.arena)
+    right, pool = pair.source.memory.copy(), pair.source.memory
+    pool[:] = STALE
+    pages = pair.pages(2, 150)
+    slots = slots_of_pages(pages, 16, 150)
+    cells = [(rows, layer) for rows in ((0, 64), (64, 150)) for layer in range(2)]
+    events = [Late() for _ in cells]
+    pair.expect(2, 150)
+    pair.prefill.open(2, tokens=150)
+    for (rows, layer), event in zip(cells, events, strict=True):
+        pair.prefill.push(2, pages, rows=rows, layers=(layer, layer + 1), after=event)
+    pair.prefill.finish(2)
+    for (rows, layer), event in zip(cells, events, strict=True):
+        layout = pair.source.layout
+        places = layout.address(layer, slots[slice(*rows)])[:, None] + np.arange(1_152)
+        assert layout.planes[layer].layer == layer
+        pool[places] = right[places]
+        event.fired = True
+        asked = event.asked
+        pair.until(lambda event=event, asked=asked: event.asked > asked)
+    ready = pair.ready(2)
+    assert isinstance(ready, RoomReady)
+    expected = Expected(pair.target)
+    expected.land(slots, ready.slots["kv"])
+    assert expected.holds(pair.arena)
 
 
 class Breaks(Late):
@@ -81,29 +81,28 @@ class Breaks(Late):
         ("event breaks", Cause.ENGINE),
     ],
 )  # fmt: skip
-def test_two_held_writes_of_a_grant_end_with_their_room_and_write_nothing(way: str, cause: Cause) -> None:
-    with client_pair() as pair:
-        first, second = Breaks() if way == "event breaks" else Late(), Late()
-        pages = pair.pages(1, 50)
-        pair.expect(1, 50)
-        pair.prefill.open(1, tokens=50)
-        pair.prefill.push(1, pages, rows=(0, 20), after=first)
-        pair.prefill.push(1, pages, rows=(20, 50), after=second)
-        pair.prefill.finish(1)
-        pair.until(lambda: first.asked > 20)
-        assert second.asked == 0, "a grant's writes go in order"
-        {
-            "abort": lambda: pair.prefill.abort(1), "decode gives it up": lambda: pair.decode.abort(1),
-            "close": pair.prefill.close, "event breaks": lambda: setattr(first, "fired", True),
-        }[way]()  # fmt: skip
-        pair.drained(1)
-        assert [type(event) for event in pair.prefill_events[-2:]] == [RoomFailed, RoomDrained]
-        assert pair.prefill_event(1, RoomFailed).cause is cause
-        asked = first.asked
-        first.fired = second.fired = True
-        pair.failed(1)
-        if way != "close":
-            pair.whole_arena_is_free(2)
-            assert (first.asked, second.asked) == (asked, 0), "an event of an ended room is asked no more"
-        else:
-            assert (pair.arena == CANARY).all()
+def test_two_held_writes_of_a_grant_end_with_their_room_and_write_nothing(pair: Pair, way: str, cause: Cause) -> None:
+    first, second = Breaks() if way == "event breaks" else Late(), Late()
+    pages = pair.pages(1, 50)
+    pair.expect(1, 50)
+    pair.prefill.open(1, tokens=50)
+    pair.prefill.push(1, pages, rows=(0, 20), after=first)
+    pair.prefill.push(1, pages, rows=(20, 50), after=second)
+    pair.prefill.finish(1)
+    pair.until(lambda: first.asked > 20)
+    assert second.asked == 0, "a grant's writes go in order"
+    {
+        "abort": lambda: pair.prefill.abort(1), "decode gives it up": lambda: pair.decode.abort(1),
+        "close": pair.prefill.close, "event breaks": lambda: setattr(first, "fired", True),
+    }[way]()  # fmt: skip
+    pair.drained(1)
+    assert [type(event) for event in pair.prefill_events[-2:]] == [RoomFailed, RoomDrained]
+    assert pair.prefill_event(1, RoomFailed).cause is cause
+    asked = first.asked
+    first.fired = second.fired = True
+    pair.failed(1)
+    if way != "close":
+        pair.whole_arena_is_free(2)
+        assert (first.asked, second.asked) == (asked, 0), "an event of an ended room is asked no more"
+    else:
+        assert (pair.arena == CANARY).all()

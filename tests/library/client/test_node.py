@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +85,11 @@ class Times:
         now = self.clock.now()
         self.ticked.append(now)
         self.due = [when for when in self.due if when > now]
+
+
+@pytest.fixture
+def ends(marked: Callable[..., AbstractAsyncContextManager[Nodes]]) -> AbstractAsyncContextManager[Nodes]:
+    return marked(nodes)
 
 
 async def test_ticks_come_when_they_are_due_and_not_before() -> None:
@@ -437,43 +442,40 @@ async def nodes(directory: Path | None = None, limits: Limits = LIMITS, **more: 
         arena.close()
 
 
-async def test_a_dialled_peer_has_its_session_before_the_first_room_comes() -> None:
-    async with nodes() as it:
-        it.decode.introduce((it.endpoint,))
-        await until(lambda: it.prefill.core.sessions and next(iter(it.prefill.core.sessions.values())).granting)
-        sessions = it.decode.core.prefill_peers.sessions
-        await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
+async def test_a_dialled_peer_has_its_session_before_the_first_room_comes(ends: Nodes) -> None:
+    ends.decode.introduce((ends.endpoint,))
+    await until(lambda: ends.prefill.core.sessions and next(iter(ends.prefill.core.sessions.values())).granting)
+    sessions = ends.decode.core.prefill_peers.sessions
+    await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
 
 
-async def test_grants_of_a_session_over_shared_memory_go_by_its_line_until_it_ends() -> None:
-    async with nodes() as it:
-        it.expect(1)
-        it.send(1)
-        await it.ready(1)
-        sessions = set(it.decode.core.prefill_peers.sessions)
-        await until(lambda: set(lines_of(it.prefill.bus)) == set(lines_of(it.decode.bus)) == sessions)
-        (line,) = lines_of(it.prefill.bus).values()
-        sent: list[bytes] = []
-        send, line.send = line.send, lambda frame: bool(sent.append(frame)) or send(frame)
-        it.expect(2)
-        it.send(2)
-        await it.ready(2)
-        assert [type(decode(frame)) for frame in sent] == [Granted, Landed]
-        it.decode.receive(it.endpoint, revoked())
-        assert lines_of(it.decode.bus) == {}
-        await until(lambda: not lines_of(it.prefill.bus))
+async def test_grants_of_a_session_over_shared_memory_go_by_its_line_until_it_ends(ends: Nodes) -> None:
+    ends.expect(1)
+    ends.send(1)
+    await ends.ready(1)
+    sessions = set(ends.decode.core.prefill_peers.sessions)
+    await until(lambda: set(lines_of(ends.prefill.bus)) == set(lines_of(ends.decode.bus)) == sessions)
+    (line,) = lines_of(ends.prefill.bus).values()
+    sent: list[bytes] = []
+    send, line.send = line.send, lambda frame: bool(sent.append(frame)) or send(frame)
+    ends.expect(2)
+    ends.send(2)
+    await ends.ready(2)
+    assert [type(decode(frame)) for frame in sent] == [Granted, Landed]
+    ends.decode.receive(ends.endpoint, revoked())
+    assert lines_of(ends.decode.bus) == {}
+    await until(lambda: not lines_of(ends.prefill.bus))
 
 
-async def test_a_session_whose_line_has_ended_goes_on_by_zmq() -> None:
-    async with nodes() as it:
-        it.decode.introduce((it.endpoint,))
-        await until(lambda: lines_of(it.decode.bus))
-        for session in list(lines_of(it.decode.bus)):
-            it.decode.bus.detach(session)
-        it.expect(1)
-        it.send(1)
-        await it.ready(1)
-        assert lines_of(it.decode.bus) == {}
+async def test_a_session_whose_line_has_ended_goes_on_by_zmq(ends: Nodes) -> None:
+    ends.decode.introduce((ends.endpoint,))
+    await until(lambda: lines_of(ends.decode.bus))
+    for session in list(lines_of(ends.decode.bus)):
+        ends.decode.bus.detach(session)
+    ends.expect(1)
+    ends.send(1)
+    await ends.ready(1)
+    assert lines_of(ends.decode.bus) == {}
 
 
 async def test_of_the_sources_that_a_node_gets_it_dials_those_that_it_may() -> None:
@@ -491,18 +493,17 @@ async def test_of_the_sources_that_a_node_gets_it_dials_those_that_it_may() -> N
         assert list(it.decode.core.prefill_peers.peers) == [it.endpoint], "the place was kept for it"
 
 
-async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_request() -> None:
+async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_request(ends: Nodes) -> None:
     """Its router tries another prefill then, and says 503 where there is none."""
-    async with nodes() as it:
-        limits, too_many = it.decode.bus._limits, "tcp://127.0.0.1:1"
-        it.expect(1)
-        it.send(1)
-        await it.ready(1)
-        it.decode.bus._limits = replace(limits, dials_max=1)
-        it.decode.expect(RoomRequest(room=2, tokens=1, sources=[too_many], time_left_s=60))
-        (failed,) = [each for each in it.events_d if isinstance(each, RoomFailed)]
-        assert (failed.room, failed.cause) == (2, Cause.PEER_LOST)
-        assert too_many in failed.detail
+    limits, too_many = ends.decode.bus._limits, "tcp://127.0.0.1:1"
+    ends.expect(1)
+    ends.send(1)
+    await ends.ready(1)
+    ends.decode.bus._limits = replace(limits, dials_max=1)
+    ends.decode.expect(RoomRequest(room=2, tokens=1, sources=[too_many], time_left_s=60))
+    (failed,) = [each for each in ends.events_d if isinstance(each, RoomFailed)]
+    assert (failed.room, failed.cause) == (2, Cause.PEER_LOST)
+    assert too_many in failed.detail
 
 
 async def test_a_room_lands_while_the_rest_of_its_arena_is_yet_to_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,60 +544,58 @@ async def test_the_arena_is_handed_over_by_a_socket_in_the_directory_that_was_na
     assert list((tmp_path / "sockets").iterdir()) == []
 
 
-async def test_what_copies_took_is_kept_until_the_room_is_drained() -> None:
-    async with nodes() as it:
-        kept: list[int] = []
-        it.prefill._on_event = lambda event: kept.append(it.prefill.copy_ns.get(event.room, 0))
-        it.send(1)
-        it.expect(1)
-        ready_after = it.prefill.stamp_ns
-        await until(lambda: len(kept) == 3)  # leased, landed, drained
-        assert kept[1] > 0
-        assert it.prefill.copy_ns == {}
-        assert it.prefill.stamp_ns > ready_after
+async def test_what_copies_took_is_kept_until_the_room_is_drained(ends: Nodes) -> None:
+    kept: list[int] = []
+    ends.prefill._on_event = lambda event: kept.append(ends.prefill.copy_ns.get(event.room, 0))
+    ends.send(1)
+    ends.expect(1)
+    ready_after = ends.prefill.stamp_ns
+    await until(lambda: len(kept) == 3)  # leased, landed, drained
+    assert kept[1] > 0
+    assert ends.prefill.copy_ns == {}
+    assert ends.prefill.stamp_ns > ready_after
 
 
-async def test_open_of_a_label_whose_pages_are_still_read_reports_no_drained() -> None:
-    async with nodes() as it:
-        it.prefill.open(1, tokens=10, time_left_s=20)
-        with pytest.raises(LocalProtocolError, match="open already"):
-            it.prefill.open(1, tokens=10, time_left_s=20)
-        assert it.events_p == []
+async def test_open_of_a_label_whose_pages_are_still_read_reports_no_drained(ends: Nodes) -> None:
+    ends.prefill.open(1, tokens=10, time_left_s=20)
+    with pytest.raises(LocalProtocolError, match="open already"):
+        ends.prefill.open(1, tokens=10, time_left_s=20)
+    assert ends.events_p == []
 
 
-async def test_a_label_that_is_expected_again_leaves_its_room_alone() -> None:
+@pytest.mark.given(engine_slots=True)
+async def test_a_label_that_is_expected_again_leaves_its_room_alone(ends: Nodes) -> None:
     """Its slots may still be written: RoomFailed and RoomDrained would be wrong for it."""
-    async with nodes(engine_slots=True) as pair:
-        rows = chosen_rows([component(TARGET)], {"kv": np.arange(10)}, tokens=10)
-        pair.expect(1, chosen=rows)
-        with pytest.raises(LocalProtocolError, match="expected already"):
-            pair.expect(1, chosen=rows)
-        assert pair.events_d == []
-        pair.send(1)
-        await until(lambda: len(pair.events_d) == 2)
-        assert [type(event) for event in pair.events_d] == [RoomReady, RoomDrained]
+    rows = chosen_rows([component(TARGET)], {"kv": np.arange(10)}, tokens=10)
+    ends.expect(1, chosen=rows)
+    with pytest.raises(LocalProtocolError, match="expected already"):
+        ends.expect(1, chosen=rows)
+    assert ends.events_d == []
+    ends.send(1)
+    await until(lambda: len(ends.events_d) == 2)
+    assert [type(event) for event in ends.events_d] == [RoomReady, RoomDrained]
 
 
-async def test_a_hand_off_takes_the_time_of_its_own_grant_and_an_ended_session_leaves_nothing() -> None:
+async def test_a_hand_off_takes_the_time_of_its_own_grant_and_an_ended_session_leaves_nothing(ends: Nodes) -> None:
     took = list[float]()
-    async with nodes() as pair, stranger(pair.endpoint) as other:
-        pair.prefill._handed_off = lambda _, __, seconds: took.append(seconds)
+    async with stranger(ends.endpoint) as other:
+        ends.prefill._handed_off = lambda _, __, seconds: took.append(seconds)
         reach = Reach("shm", "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
-        await other.send(Hello(1, 1, replace_identity(pair, node="other")), Register(5, (), reach))
+        await other.send(Hello(1, 1, replace_identity(ends, node="other")), Register(5, (), reach))
         await other.receive(Registered)
-        pair.send(1)
-        pair.prefill.stamp_ns -= 3_600 * 10**9  # of the finish: this grant comes an hour after it
+        ends.send(1)
+        ends.prefill.stamp_ns -= 3_600 * 10**9  # of the finish: this grant comes an hour after it
         for number in (1, 2):  # the second one is never acknowledged
             await other.send(Grant(5, number, number, 10, 0, (), True, 60_000))
         await other.receive(Landed)
         await other.send(Released(5, 1))
         await until(lambda: took)
         assert 0 <= took[0] < 3_600
-        pair.send(2)
+        ends.send(2)
         await other.receive(Landed)
         await other.send(Goodbye(77, "shutdown"))
-        await until(lambda: not pair.prefill.core.sessions)
-        assert pair.prefill._landed_ns == {}
+        await until(lambda: not ends.prefill.core.sessions)
+        assert ends.prefill._landed_ns == {}
 
 
 async def test_a_release_whose_event_breaks_keeps_the_slots_and_reports_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -616,28 +615,26 @@ async def test_a_release_whose_event_breaks_keeps_the_slots_and_reports_it(caplo
         ) in [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason() -> None:
-    async with nodes() as it:
-        key = "A" * 39 + "0"
-        it.expect(1, sources=[f"{key}@{it.endpoint}"])
-        (failed,) = it.events_d
-        assert isinstance(failed, RoomFailed)
-        assert failed.cause is Cause.REFUSED
-        assert key in failed.detail
+async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason(ends: Nodes) -> None:
+    key = "A" * 39 + "0"
+    ends.expect(1, sources=[f"{key}@{ends.endpoint}"])
+    (failed,) = ends.events_d
+    assert isinstance(failed, RoomFailed)
+    assert failed.cause is Cause.REFUSED
+    assert key in failed.detail
 
 
-async def test_goodbye_is_sent_to_both_sides_so_that_nobody_waits_for_silence() -> None:
-    async with nodes() as it:
-        it.expect(1)
-        it.send(1)
-        await it.ready(1)
-        session = it.decode.core.prefill_peers.peers[it.endpoint].session
-        assert session is not None
-        await it.prefill.close()
-        await until(lambda: session.state.value == "closed")
-        assert session.verdict == (Cause.PEER_LOST, f"{it.endpoint} said goodbye: shutdown")
-        it.decode.release(1)
-        assert it.decode.core.idle
+async def test_goodbye_is_sent_to_both_sides_so_that_nobody_waits_for_silence(ends: Nodes) -> None:
+    ends.expect(1)
+    ends.send(1)
+    await ends.ready(1)
+    session = ends.decode.core.prefill_peers.peers[ends.endpoint].session
+    assert session is not None
+    await ends.prefill.close()
+    await until(lambda: session.state.value == "closed")
+    assert session.verdict == (Cause.PEER_LOST, f"{ends.endpoint} said goodbye: shutdown")
+    ends.decode.release(1)
+    assert ends.decode.core.idle
 
 
 class Stranger:
@@ -672,9 +669,11 @@ async def stranger(endpoint: str) -> AsyncIterator[Stranger]:
 @pytest.mark.parametrize(
     ("transport", "why"), [("shm", "another"), ("carrier", "Register.reach.transport: 'carrier', this node takes shm")]
 )
-async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on(transport: str, why: str) -> None:
-    async with nodes() as it, stranger(it.endpoint) as other:
-        identity = replace_identity(it, node="other")
+async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on(
+    ends: Nodes, transport: str, why: str
+) -> None:
+    async with stranger(ends.endpoint) as other:
+        identity = replace_identity(ends, node="other")
         await other.send(Hello(1, 1, identity))
         assert (await other.receive(Welcome)).identity.node == "p"
         reach = Reach(transport, "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
@@ -682,13 +681,13 @@ async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on(tr
         refused = await other.receive(Reject)
         assert (refused.session, refused.reason) == (5, "transfer")
         assert why in refused.fields[0]
-        it.expect(1)
-        it.send(1)
-        await it.ready(1)
+        ends.expect(1)
+        ends.send(1)
+        await ends.ready(1)
 
 
 async def test_no_session_takes_the_id_of_one_whose_writer_is_still_being_fenced(
-    monkeypatch: pytest.MonkeyPatch,
+    ends: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fenced = asyncio.Event()
 
@@ -699,32 +698,31 @@ async def test_no_session_takes_the_id_of_one_whose_writer_is_still_being_fenced
         return TARGET.layout.end
 
     reach = Reach("shm", "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
-    async with nodes() as it:
-        monkeypatch.setattr(it.prefill.transport, "fence", fence)
-        monkeypatch.setattr(it.prefill.transport, "map", map_)
-        it.prefill._end_writer(5)
-        async with stranger(it.endpoint) as other:
-            await other.send(Hello(1, 1, replace_identity(it, node="other")), Register(5, (component(TARGET),), reach))
-            refused = await other.receive((Reject, Registered))
-            assert (type(refused), refused.session) == (Reject, 5)
-            assert "of the same id" in refused.fields[0]
-        fenced.set()
-        await until(lambda: not it.prefill._fencing)
-        async with stranger(it.endpoint) as other:
-            await other.send(Hello(1, 1, replace_identity(it, node="third")), Register(5, (component(TARGET),), reach))
-            assert (await other.receive(Registered)).session == 5
+    monkeypatch.setattr(ends.prefill.transport, "fence", fence)
+    monkeypatch.setattr(ends.prefill.transport, "map", map_)
+    ends.prefill._end_writer(5)
+    async with stranger(ends.endpoint) as other:
+        await other.send(Hello(1, 1, replace_identity(ends, node="other")), Register(5, (component(TARGET),), reach))
+        refused = await other.receive((Reject, Registered))
+        assert (type(refused), refused.session) == (Reject, 5)
+        assert "of the same id" in refused.fields[0]
+    fenced.set()
+    await until(lambda: not ends.prefill._fencing)
+    async with stranger(ends.endpoint) as other:
+        await other.send(Hello(1, 1, replace_identity(ends, node="third")), Register(5, (component(TARGET),), reach))
+        assert (await other.receive(Registered)).session == 5
 
 
-async def test_a_message_that_is_no_nodes_business_is_a_breach_and_ends_nothing_else() -> None:
-    async with nodes() as it, stranger(it.endpoint) as other:
-        await other.send(Hello(1, 1, replace_identity(it, node="other")))
+async def test_a_message_that_is_no_nodes_business_is_a_breach_and_ends_nothing_else(ends: Nodes) -> None:
+    async with stranger(ends.endpoint) as other:
+        await other.send(Hello(1, 1, replace_identity(ends, node="other")))
         await other.receive(Welcome)
         begin = Begin(1, pack_ids([1, 2]), Sampling(3), ("x",), 1_000)
         await other.send(begin)
         assert "Begin" in (await other.receive(Reject)).fields[0]
-        it.expect(1)
-        it.send(1)
-        await it.ready(1)
+        ends.expect(1)
+        ends.send(1)
+        await ends.ready(1)
 
 
 async def test_others_take_what_is_theirs_before_the_core_sees_it() -> None:
@@ -774,20 +772,22 @@ async def test_who_is_refused_is_logged_once_with_both_values(caplog: pytest.Log
         arena.close()
 
 
-async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer() -> None:
-    async with nodes() as it, stranger(it.endpoint) as other:
-        it.expect(1)
-        it.send(1)
-        await it.ready(1)
-        session = next(iter(it.decode.core.prefill_peers.sessions))
-        await other.send(Hello(1, 1, replace_identity(it, node="other")))
+async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer(ends: Nodes) -> None:
+    async with stranger(ends.endpoint) as other:
+        ends.expect(1)
+        ends.send(1)
+        await ends.ready(1)
+        session = next(iter(ends.decode.core.prefill_peers.sessions))
+        await other.send(Hello(1, 1, replace_identity(ends, node="other")))
         await other.receive(Welcome)
-        await other.send(Goodbye(it.decode.core.prefill_peers.identity.incarnation, "shutdown"), Registered(session, 1))
+        await other.send(
+            Goodbye(ends.decode.core.prefill_peers.identity.incarnation, "shutdown"), Registered(session, 1)
+        )
         await other.receive(Reject)
-        assert it.prefill.core.sessions[session].open
-        it.expect(2)
-        it.send(2)
-        await it.ready(2)
+        assert ends.prefill.core.sessions[session].open
+        ends.expect(2)
+        ends.send(2)
+        await ends.ready(2)
 
 
 back: Any = DecodeNode._back

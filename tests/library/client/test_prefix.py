@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,10 +19,7 @@ PROMPT = np.arange(150)  # two blocks, and 22 tokens more
 ROW_BYTES = 2 * 1152
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    with client_pair(target=("page_first", 1, 1024), source=("layer_first", 16, 1024)) as made:
-        yield made
+pytestmark = pytest.mark.given(target=("page_first", 1, 1024), source=("layer_first", 16, 1024))
 
 
 def room(pair: Pair, number: int, prompt: np.ndarray, **more: object) -> tuple[RoomReady, np.ndarray]:

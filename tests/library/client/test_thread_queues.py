@@ -6,7 +6,7 @@ import asyncio
 import os
 import select
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import uvloop
@@ -23,83 +23,62 @@ def port() -> Iterator[ThreadQueues[int]]:
     made.close()
 
 
-def run(case: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(120):
-            await case()
-
-    uvloop.run(bounded())
-
-
 def readable(port: ThreadQueues[int], milliseconds: int = 0) -> bool:
     polling = select.poll()
     polling.register(port, select.POLLIN)
     return bool(polling.poll(milliseconds))
 
 
-def test_calls_run_on_the_loop_in_the_order_of_submission(port: ThreadQueues[int]) -> None:
-    async def case() -> None:
-        ran: list[tuple[int, int]] = []
-        over = asyncio.Event()
+async def test_calls_run_on_the_loop_in_the_order_of_submission(port: ThreadQueues[int]) -> None:
+    ran: list[tuple[int, int]] = []
+    over = asyncio.Event()
 
-        def submits() -> None:
-            for number in range(1_000):
-                port.to_loop(lambda number=number: ran.append((number, threading.get_ident())))
-            port.to_loop(over.set)
+    def submits() -> None:
+        for number in range(1_000):
+            port.to_loop(lambda number=number: ran.append((number, threading.get_ident())))
+        port.to_loop(over.set)
 
-        port.attach(asyncio.get_running_loop())
-        thread = threading.Thread(target=submits)
-        thread.start()
-        await over.wait()
-        thread.join()
-        assert [number for number, _ in ran] == list(range(1_000))
-        assert {ident for _, ident in ran} == {threading.get_ident()}
-
-    run(case)
+    port.attach(asyncio.get_running_loop())
+    thread = threading.Thread(target=submits)
+    thread.start()
+    await over.wait()
+    thread.join()
+    assert [number for number, _ in ran] == list(range(1_000))
+    assert {ident for _, ident in ran} == {threading.get_ident()}
 
 
-def test_calls_submitted_before_there_is_a_loop_run_once_there_is(port: ThreadQueues[int]) -> None:
+async def test_calls_submitted_before_there_is_a_loop_run_once_there_is(port: ThreadQueues[int]) -> None:
     ran: list[str] = []
     port.to_loop(lambda: ran.append("first"))
     port.to_loop(lambda: ran.append("second"))
-
-    async def case() -> None:
-        over = asyncio.Event()
-        port.attach(asyncio.get_running_loop())
-        port.to_loop(over.set)
-        await over.wait()
-        assert ran == ["first", "second"]
-
-    run(case)
+    over = asyncio.Event()
+    port.attach(asyncio.get_running_loop())
+    port.to_loop(over.set)
+    await over.wait()
+    assert ran == ["first", "second"]
 
 
-def test_a_call_may_submit_another(port: ThreadQueues[int]) -> None:
-    async def case() -> None:
-        over = asyncio.Event()
-        port.attach(asyncio.get_running_loop())
-        port.to_loop(lambda: port.to_loop(lambda: port.to_loop(over.set)))
-        await over.wait()
-
-    run(case)
+async def test_a_call_may_submit_another(port: ThreadQueues[int]) -> None:
+    over = asyncio.Event()
+    port.attach(asyncio.get_running_loop())
+    port.to_loop(lambda: port.to_loop(lambda: port.to_loop(over.set)))
+    await over.wait()
 
 
-def test_a_call_that_raises_costs_none_behind_it_and_the_loop_gets_the_error(port: ThreadQueues[int]) -> None:
-    async def case() -> None:
-        loop, over, errors = asyncio.get_running_loop(), asyncio.Event(), []
-        loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+async def test_a_call_that_raises_costs_none_behind_it_and_the_loop_gets_the_error(port: ThreadQueues[int]) -> None:
+    loop, over, errors = asyncio.get_running_loop(), asyncio.Event(), []
+    loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
 
-        def breaks() -> None:
-            raise RuntimeError("of this call alone")
+    def breaks() -> None:
+        raise RuntimeError("of this call alone")
 
-        for call in (breaks, breaks, over.set, breaks):
-            port.to_loop(call)
-        port.attach(loop)
-        await over.wait()
-        while len(errors) < 3:  # noqa: ASYNC110 (what it waits for wakes nothing)
-            await asyncio.sleep(0)
-        assert [str(error) for error in errors] == ["of this call alone"] * 3
-
-    run(case)
+    for call in (breaks, breaks, over.set, breaks):
+        port.to_loop(call)
+    port.attach(loop)
+    await over.wait()
+    while len(errors) < 3:  # noqa: ASYNC110 (what it waits for wakes nothing)
+        await asyncio.sleep(0)
+    assert [str(error) for error in errors] == ["of this call alone"] * 3
 
 
 def test_a_loop_that_takes_nothing_is_an_error_at_the_limit(
@@ -188,8 +167,8 @@ def test_what_was_left_can_be_polled_after_close(port: ThreadQueues[int]) -> Non
 
 
 def test_a_call_after_the_loops_end_goes_nowhere(port: ThreadQueues[int]) -> None:
-    async def case() -> None:
+    async def attach() -> None:
         port.attach(asyncio.get_running_loop())
 
-    run(case)
+    uvloop.run(attach())
     port.to_loop(lambda: pytest.fail("there is no loop any more"))

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
+
+from tests.library.adapters.sglang.sglang_ranks import World, world
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +16,9 @@ def level() -> Iterator[None]:
     before = logger.level
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture
+def engines(marked: Callable[..., AbstractContextManager[World]]) -> Iterator[World]:
+    with marked(world) as engines:
+        yield engines

@@ -13,7 +13,7 @@ from pdtransfer import KVPoll
 from pdtransfer.adapters.sglang.pools import DRAFT_LAYER, KVPools, kv_buffers, pools, state_buffers
 from pdtransfer.errors import ConfigError
 from pdtransfer.wire import Ranks
-from tests.library.adapters.sglang.sglang_ranks import AUX, SLOTS, CompressedPool, Rank, model_of, world
+from tests.library.adapters.sglang.sglang_ranks import AUX, SLOTS, CompressedPool, Rank, World, model_of, world
 from tests.support.covered import check_covered
 
 STATES = ("swa", "c128_state")
@@ -113,16 +113,16 @@ def test_pages_and_states_are_sent_by_their_own_indices(sizes: tuple[int, int], 
         assert landed(made.prefill, made.decode, "c128_state", *(([4], [2]) if waiting else ([], [])))
 
 
-def test_a_state_that_only_decode_waits_for_fails_the_request() -> None:
-    with world(states=STATES, latent=True, pool_type=CompressedPool) as made:
-        made.meet(7, [1], states=[np.array([3]), np.array([2])])
-        made.push(7, [5], aux=AUX, states=[np.array([6]), np.array([], np.int64)])
-        made.until(7, KVPoll.FAILED)
+@pytest.mark.given(states=STATES, latent=True, pool_type=CompressedPool)
+def test_a_state_that_only_decode_waits_for_fails_the_request(engines: World) -> None:
+    engines.meet(7, [1], states=[np.array([3]), np.array([2])])
+    engines.push(7, [5], aux=AUX, states=[np.array([6]), np.array([], np.int64)])
+    engines.until(7, KVPoll.FAILED)
 
 
-def test_pages_of_unequal_sizes_are_refused() -> None:
-    with world(prefill_page=8, states=STATES, latent=True, pool_type=CompressedPool) as made:
-        made.expect(7, [1], states=[np.array([3]), np.array([2])])
-        made.begin(7)
-        made.until(7, KVPoll.FAILED, made.decode)
-        assert "tokens_per_row" in made.decode[0].states[7][-1].reason
+@pytest.mark.given(prefill_page=8, states=STATES, latent=True, pool_type=CompressedPool)
+def test_pages_of_unequal_sizes_are_refused(engines: World) -> None:
+    engines.expect(7, [1], states=[np.array([3]), np.array([2])])
+    engines.begin(7)
+    engines.until(7, KVPoll.FAILED, engines.decode)
+    assert "tokens_per_row" in engines.decode[0].states[7][-1].reason

@@ -43,39 +43,36 @@ def landed(made: World, source: object, target: object, tokens: int, *, prefix: 
     return np.array_equal(here, rows(made.decode, slots_of(target, d)[: tokens - prefix]), equal_nan=True)
 
 
-def test_a_request_lands_in_the_pages_that_decode_chose() -> None:
-    with world() as made:
-        before = made.decode[0].pool.kv.copy()
-        made.hand_over(7, source=[5, 2, 9], target=[1, 8, 4])
-        assert landed(made, [5, 2, 9], [1, 8, 4], 12)
-        assert made.decode[0].aux == {3: AUX}
-        others = np.setdiff1d(np.arange(before.shape[2]), slots_of([1, 8, 4], 4))
-        assert np.array_equal(made.decode[0].pool.kv[:, :, others], before[:, :, others])
-        assert made.decode[0].side.is_drained(7)
+def test_a_request_lands_in_the_pages_that_decode_chose(engines: World) -> None:
+    before = engines.decode[0].pool.kv.copy()
+    engines.hand_over(7, source=[5, 2, 9], target=[1, 8, 4])
+    assert landed(engines, [5, 2, 9], [1, 8, 4], 12)
+    assert engines.decode[0].aux == {3: AUX}
+    others = np.setdiff1d(np.arange(before.shape[2]), slots_of([1, 8, 4], 4))
+    assert np.array_equal(engines.decode[0].pool.kv[:, :, others], before[:, :, others])
+    assert engines.decode[0].side.is_drained(7)
 
 
-def test_prefill_waits_until_decode_has_memory_and_either_may_come_first() -> None:
-    with world() as made:
-        sent = made.begin(7)
-        assert made.prefill[0].state(7) is KVPoll.BOOTSTRAPPING
-        made.expect(7, [1, 8])
-        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
-        assert (sent.tokens, sent.prefix) == (8, 0)
-        assert sent.leased_s is not None
-        made.push(7, [5, 2], aux=AUX)
-        made.until(7, KVPoll.SUCCESS)
-        assert sent.kv_bytes == 2 * LAYERS * 8 * HEADS * WIDTH * 4
+def test_prefill_waits_until_decode_has_memory_and_either_may_come_first(engines: World) -> None:
+    sent = engines.begin(7)
+    assert engines.prefill[0].state(7) is KVPoll.BOOTSTRAPPING
+    engines.expect(7, [1, 8])
+    engines.until(7, KVPoll.WAITING_FOR_INPUT, engines.prefill)
+    assert (sent.tokens, sent.prefix) == (8, 0)
+    assert sent.leased_s is not None
+    engines.push(7, [5, 2], aux=AUX)
+    engines.until(7, KVPoll.SUCCESS)
+    assert sent.kv_bytes == 2 * LAYERS * 8 * HEADS * WIDTH * 4
 
 
-def test_chunks_land_before_the_last_one_is_computed() -> None:
-    with world() as made:
-        made.meet(7, [1, 8, 4])
-        made.push(7, [5, 2])
-        wait_for(lambda: landed(made, [5, 2], [1, 8], 8))
-        assert made.decode[0].state(7) is KVPoll.BOOTSTRAPPING
-        made.push(7, [9], first_page=2, aux=AUX)
-        made.until(7, KVPoll.SUCCESS)
-        assert landed(made, [5, 2, 9], [1, 8, 4], 12)
+def test_chunks_land_before_the_last_one_is_computed(engines: World) -> None:
+    engines.meet(7, [1, 8, 4])
+    engines.push(7, [5, 2])
+    wait_for(lambda: landed(engines, [5, 2], [1, 8], 8))
+    assert engines.decode[0].state(7) is KVPoll.BOOTSTRAPPING
+    engines.push(7, [9], first_page=2, aux=AUX)
+    engines.until(7, KVPoll.SUCCESS)
+    assert landed(engines, [5, 2, 9], [1, 8, 4], 12)
 
 
 @pytest.mark.parametrize(("prefill_page", "decode_page"), [(1, 16), (16, 1), (4, 16), (16, 4), (64, 1)])
@@ -122,48 +119,48 @@ def test_every_rank_has_the_whole_latent(sizes: tuple[int, int]) -> None:
             )  # fmt: skip
 
 
-def test_ranks_of_dp_attention_are_engines_of_their_own() -> None:
+@pytest.mark.given(prefill_dp=2)
+def test_ranks_of_dp_attention_are_engines_of_their_own(engines: World) -> None:
     """Each has whole rows of its own requests, and decode takes from both at once."""
-    with world(prefill_dp=2) as made:
-        one, two = [World([rank], made.decode) for rank in made.prefill]
-        one.meet(7, [1, 8, 4])
-        two.meet(8, [2, 9, 5], aux_index=4)
-        two.push(8, [5, 2, 9], aux=AUX[::-1])
-        one.push(7, [5, 2, 9], aux=AUX)
-        one.until(7, KVPoll.SUCCESS)
-        two.until(8, KVPoll.SUCCESS)
-        assert landed(one, [5, 2, 9], [1, 8, 4], 12)
-        assert landed(two, [5, 2, 9], [2, 9, 5], 12)
-        assert made.decode[0].aux == {3: AUX, 4: AUX[::-1]}
+    one, two = [World([rank], engines.decode) for rank in engines.prefill]
+    one.meet(7, [1, 8, 4])
+    two.meet(8, [2, 9, 5], aux_index=4)
+    two.push(8, [5, 2, 9], aux=AUX[::-1])
+    one.push(7, [5, 2, 9], aux=AUX)
+    one.until(7, KVPoll.SUCCESS)
+    two.until(8, KVPoll.SUCCESS)
+    assert landed(one, [5, 2, 9], [1, 8, 4], 12)
+    assert landed(two, [5, 2, 9], [2, 9, 5], 12)
+    assert engines.decode[0].aux == {3: AUX, 4: AUX[::-1]}
 
 
-def test_states_are_sent_by_their_own_indices() -> None:
+@pytest.mark.given(states=("swa", "dsa", "mamba"))
+def test_states_are_sent_by_their_own_indices(engines: World) -> None:
     """A window's last two pages, the index of each page behind decode's prefix, and the state of the request."""
-    with world(states=("swa", "dsa", "mamba")) as made:
-        sent, got = ([np.array(each) for each in found] for found in (([6, 1], [5, 2], [4]), ([3, 0], [1, 8], [2])))
-        made.hand_over(
-            7, source=[5, 2], target=[1, 8], states=sent, decode={"prefix": 4, "states": got},
-        )  # fmt: skip
-        ours, theirs = made.prefill[0].pool.arrays, made.decode[0].pool.arrays
-        assert landed(made, [0, 5, 2], [1, 8], 12, prefix=4)
-        window = rows(made.prefill, slots_of([6, 1], 4), "swa")
-        assert np.array_equal(window, rows(made.decode, slots_of([3, 0], 4), "swa"), equal_nan=True)
-        assert np.array_equal(ours["dsa"][:, [5, 2]], theirs["dsa"][:, [1, 8]])
-        assert np.array_equal(ours["mamba"][:, 4], theirs["mamba"][:, 2])
-        assert not theirs["mamba"][:, [0, 1, 3, 4, 5]].any()
+    sent, got = ([np.array(each) for each in found] for found in (([6, 1], [5, 2], [4]), ([3, 0], [1, 8], [2])))
+    engines.hand_over(
+        7, source=[5, 2], target=[1, 8], states=sent, decode={"prefix": 4, "states": got},
+    )  # fmt: skip
+    ours, theirs = engines.prefill[0].pool.arrays, engines.decode[0].pool.arrays
+    assert landed(engines, [0, 5, 2], [1, 8], 12, prefix=4)
+    window = rows(engines.prefill, slots_of([6, 1], 4), "swa")
+    assert np.array_equal(window, rows(engines.decode, slots_of([3, 0], 4), "swa"), equal_nan=True)
+    assert np.array_equal(ours["dsa"][:, [5, 2]], theirs["dsa"][:, [1, 8]])
+    assert np.array_equal(ours["mamba"][:, 4], theirs["mamba"][:, 2])
+    assert not theirs["mamba"][:, [0, 1, 3, 4, 5]].any()
 
 
-def test_nothing_of_a_prefix_is_sent_where_sglang_names_its_pages() -> None:
+@pytest.mark.given(prefill_tp=2, decode_tp=2, states=("minimax_index_k", "minimax_dense_kv"))
+def test_nothing_of_a_prefix_is_sent_where_sglang_names_its_pages(engines: World) -> None:
     """Of MiniMax's layers without an index it names all pages of the request; decode has those of the prefix."""
-    with world(prefill_tp=2, decode_tp=2, states=("minimax_index_k", "minimax_dense_kv")) as made:
-        made.prefill[1].pool.arrays["minimax_index_k"][:] = made.prefill[0].pool.arrays["minimax_index_k"]
-        sent, got = ([np.array(pages) for pages in found] for found in (([5, 2], [0, 5, 2]), ([1, 8], [4, 1, 8])))
-        made.hand_over(7, source=[5, 2], target=[1, 8], states=sent, decode={"prefix": 4, "states": got})
-        for source, target in zip(made.prefill, made.decode, strict=True):
-            for name in source.pool.states:
-                computed, landed_items = source.pool.arrays[name], target.pool.arrays[name]
-                assert np.array_equal(computed[:, [5, 2]], landed_items[:, [1, 8]])
-                assert not np.delete(landed_items, [1, 8], axis=1).any()
+    engines.prefill[1].pool.arrays["minimax_index_k"][:] = engines.prefill[0].pool.arrays["minimax_index_k"]
+    sent, got = ([np.array(pages) for pages in found] for found in (([5, 2], [0, 5, 2]), ([1, 8], [4, 1, 8])))
+    engines.hand_over(7, source=[5, 2], target=[1, 8], states=sent, decode={"prefix": 4, "states": got})
+    for source, target in zip(engines.prefill, engines.decode, strict=True):
+        for name in source.pool.states:
+            computed, landed_items = source.pool.arrays[name], target.pool.arrays[name]
+            assert np.array_equal(computed[:, [5, 2]], landed_items[:, [1, 8]])
+            assert not np.delete(landed_items, [1, 8], axis=1).any()
 
 
 @pytest.mark.parametrize(
@@ -193,85 +190,84 @@ def test_windows_begin_at_pages_of_either_size(pages: tuple[int, int]) -> None:
         assert np.array_equal(rows(made.prefill, ours, "swa"), rows(made.decode, theirs, "swa"), equal_nan=True)
 
 
-def test_a_request_whose_last_page_is_missing_is_refused() -> None:
+@pytest.mark.given(prefill_page=1, decode_page=1)
+def test_a_request_whose_last_page_is_missing_is_refused(engines: World) -> None:
     refused = pytest.raises(LocalProtocolError, match="slots of 'kv': slot -1 is outside")
-    with world(prefill_page=1, decode_page=1) as made, refused:
-        made.expect(7, [1, -1])
+    with refused:
+        engines.expect(7, [1, -1])
 
 
-def test_a_number_may_be_used_again() -> None:
-    with world() as made:
-        for source, target in (([5], [1]), ([2], [8])):
-            made.hand_over(7, source=source, target=target)
-            assert landed(made, source, target, 4)
-            for rank in made.prefill:
-                rank.side.give_up(7)
-                rank.states.clear()
-            made.decode[0].states.clear()
+def test_a_number_may_be_used_again(engines: World) -> None:
+    for source, target in (([5], [1]), ([2], [8])):
+        engines.hand_over(7, source=source, target=target)
+        assert landed(engines, source, target, 4)
+        for rank in engines.prefill:
+            rank.side.give_up(7)
+            rank.states.clear()
+        engines.decode[0].states.clear()
 
 
-def test_decode_gives_up_before_prefill_has_learned_of_it_and_asks_again() -> None:
+def test_decode_gives_up_before_prefill_has_learned_of_it_and_asks_again(engines: World) -> None:
     """Prefill finds a room that decode has given up: the request fails, and the next try works."""
-    with world() as made:
-        made.expect(7, [1])
-        wait_for(lambda: made.prefill[0].turn() or made.prefill[0].side._meetings._asked)
-        made.decode[0].side.give_up(7)
-        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
-        made.begin(7)
-        made.until(7, KVPoll.FAILED, made.prefill)
-        assert "d0 gave it up" in made.prefill[0].states[7][-1].reason
-        made.meet(7, [8])
-        made.push(7, [5], aux=AUX)
-        made.until(7, KVPoll.SUCCESS)
-        assert landed(made, [5], [8], 4)
+    engines.expect(7, [1])
+    wait_for(lambda: engines.prefill[0].turn() or engines.prefill[0].side._meetings._asked)
+    engines.decode[0].side.give_up(7)
+    wait_for(lambda: engines.decode[0].turn() or engines.decode[0].side.is_drained(7))
+    engines.begin(7)
+    engines.until(7, KVPoll.FAILED, engines.prefill)
+    assert "d0 gave it up" in engines.prefill[0].states[7][-1].reason
+    engines.meet(7, [8])
+    engines.push(7, [5], aux=AUX)
+    engines.until(7, KVPoll.SUCCESS)
+    assert landed(engines, [5], [8], 4)
 
 
-def test_prefill_gives_up_before_decode_asks_and_decode_does_not_wait() -> None:
+def test_prefill_gives_up_before_decode_asks_and_decode_does_not_wait(engines: World) -> None:
     """Decode would hold its pages until its deadline. The number may be used again."""
-    with world() as made:
-        made.begin(7)
-        made.prefill[0].side.give_up(7)
-        made.expect(7, [1, 8])
-        wait_for(lambda: made.prefill[0].turn() or made.decode[0].state(7) is KVPoll.FAILED)
-        reason = f"aborted: {made.sources[0]}: its request was given up before"
-        assert made.decode[0].states[7][-1].reason == reason
-        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
-        made.hand_over(7, source=[5, 2], target=[1, 8])
-        assert landed(made, [5, 2], [1, 8], 8)
+    engines.begin(7)
+    engines.prefill[0].side.give_up(7)
+    engines.expect(7, [1, 8])
+    wait_for(lambda: engines.prefill[0].turn() or engines.decode[0].state(7) is KVPoll.FAILED)
+    reason = f"aborted: {engines.sources[0]}: its request was given up before"
+    assert engines.decode[0].states[7][-1].reason == reason
+    wait_for(lambda: engines.decode[0].turn() or engines.decode[0].side.is_drained(7))
+    engines.hand_over(7, source=[5, 2], target=[1, 8])
+    assert landed(engines, [5, 2], [1, 8], 8)
 
 
-def test_a_request_that_decode_gives_up_before_it_has_pages_fails_at_prefill() -> None:
+def test_a_request_that_decode_gives_up_before_it_has_pages_fails_at_prefill(engines: World) -> None:
     """Prefill would wait for decode's pages until SGLang's own limit, which is minutes."""
-    with world() as made:
-        made.begin(7)
-        made.decode[0].side.withdraw(7, made.sources, "SGLang gave it up")
-        made.until(7, KVPoll.FAILED, made.prefill)
-        assert made.prefill[0].states[7][-1].reason.endswith("gave it up: bootstrap_room 7: SGLang gave it up")
-        made.hand_over(7, source=[5, 2], target=[1, 8])
+    engines.begin(7)
+    engines.decode[0].side.withdraw(7, engines.sources, "SGLang gave it up")
+    engines.until(7, KVPoll.FAILED, engines.prefill)
+    assert engines.prefill[0].states[7][-1].reason.endswith("gave it up: bootstrap_room 7: SGLang gave it up")
+    engines.hand_over(7, source=[5, 2], target=[1, 8])
 
 
-def test_a_request_that_one_rank_cannot_ask_for_fails_everywhere_and_its_number_may_be_used_again() -> None:
+@pytest.mark.given(decode_tp=2)
+def test_a_request_that_one_rank_cannot_ask_for_fails_everywhere_and_its_number_may_be_used_again(
+    engines: World,
+) -> None:
     """The ranks number the uses of it alike."""
-    with world(decode_tp=2) as engines:
-        engines.begin(7)
-        given: dict[str, Any] = {"prefix": 0, "states": [], "aux_index": 3, "sources": engines.sources}
-        engines.decode[0].side.expect(7, np.array([1], np.int32), **given)
-        with pytest.raises(LocalProtocolError):
-            engines.decode[1].side.expect(7, np.array([10**6], np.int32), **given)
-        engines.until(7, KVPoll.FAILED, [*engines.prefill, engines.decode[0]])
-        wait_for(lambda: engines.decode[0].turn() or engines.decode[0].side.is_drained(7))
-        engines.hand_over(7, source=[5, 2], target=[1, 8])
+    engines.begin(7)
+    given: dict[str, Any] = {"prefix": 0, "states": [], "aux_index": 3, "sources": engines.sources}
+    engines.decode[0].side.expect(7, np.array([1], np.int32), **given)
+    with pytest.raises(LocalProtocolError):
+        engines.decode[1].side.expect(7, np.array([10**6], np.int32), **given)
+    engines.until(7, KVPoll.FAILED, [*engines.prefill, engines.decode[0]])
+    wait_for(lambda: engines.decode[0].turn() or engines.decode[0].side.is_drained(7))
+    engines.hand_over(7, source=[5, 2], target=[1, 8])
 
 
-def test_a_request_whose_engines_do_not_fit_fails_on_both_sides() -> None:
+@pytest.mark.given(decode_weights=b"x")
+def test_a_request_whose_engines_do_not_fit_fails_on_both_sides(engines: World) -> None:
     """Prefill never meets a Grant of it, and SGLang's limit for that is minutes."""
-    with world(decode_weights=b"x") as made:
-        made.begin(7)
-        made.expect(7, [1, 8])
-        made.until(7, KVPoll.FAILED, made.prefill)
-        made.until(7, KVPoll.FAILED, made.decode)
-        for side in (made.prefill, made.decode):
-            assert "weights: d0 has '78'" in side[0].states[7][-1].reason
+    engines.begin(7)
+    engines.expect(7, [1, 8])
+    engines.until(7, KVPoll.FAILED, engines.prefill)
+    engines.until(7, KVPoll.FAILED, engines.decode)
+    for side in (engines.prefill, engines.decode):
+        assert "weights: d0 has '78'" in side[0].states[7][-1].reason
 
 
 def test_requests_that_fail_one_after_the_other_are_a_warning_on_decode(caplog: pytest.LogCaptureFixture) -> None:
@@ -314,32 +310,30 @@ def test_requests_that_fail_one_after_the_other_are_a_warning_on_prefill(caplog:
 
 
 @pytest.mark.parametrize("pushed", [False, True])
-def test_decode_gives_up_and_prefill_fails(pushed: bool) -> None:
-    with world() as made:
-        made.meet(7, [1, 8])
-        if pushed:
-            made.push(7, [5])
-        made.decode[0].side.give_up(7)
-        made.until(7, KVPoll.FAILED, made.prefill)
-        assert "d0 gave it up" in made.prefill[0].states[7][-1].reason
-        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
-        assert 7 not in made.decode[0].states  # SGLang knows what it gave up
-        made.hand_over(8, source=[5, 2], target=[1, 8])  # its pages are free
+def test_decode_gives_up_and_prefill_fails(engines: World, pushed: bool) -> None:
+    engines.meet(7, [1, 8])
+    if pushed:
+        engines.push(7, [5])
+    engines.decode[0].side.give_up(7)
+    engines.until(7, KVPoll.FAILED, engines.prefill)
+    assert "d0 gave it up" in engines.prefill[0].states[7][-1].reason
+    wait_for(lambda: engines.decode[0].turn() or engines.decode[0].side.is_drained(7))
+    assert 7 not in engines.decode[0].states  # SGLang knows what it gave up
+    engines.hand_over(8, source=[5, 2], target=[1, 8])  # its pages are free
 
 
 @pytest.mark.parametrize("pushed", [False, True])
-def test_prefill_gives_up_and_decode_fails(pushed: bool) -> None:
-    with world() as made:
-        made.meet(7, [1, 8])
-        if pushed:
-            made.push(7, [5])
-        made.prefill[0].side.give_up(7)
-        made.until(7, KVPoll.FAILED, made.decode)
-        why = "aborted" if pushed else "bootstrap_room 7 was given up"
-        assert made.decode[0].states[7][-1].reason == f"aborted: {made.sources[0]}: {why}"
-        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
-        made.push(7, [2], first_page=1, aux=AUX)  # a chunk that was under way
-        assert made.prefill[0].state(7) is KVPoll.WAITING_FOR_INPUT  # nothing more is reported
+def test_prefill_gives_up_and_decode_fails(engines: World, pushed: bool) -> None:
+    engines.meet(7, [1, 8])
+    if pushed:
+        engines.push(7, [5])
+    engines.prefill[0].side.give_up(7)
+    engines.until(7, KVPoll.FAILED, engines.decode)
+    why = "aborted" if pushed else "bootstrap_room 7 was given up"
+    assert engines.decode[0].states[7][-1].reason == f"aborted: {engines.sources[0]}: {why}"
+    wait_for(lambda: engines.decode[0].turn() or engines.decode[0].side.is_drained(7))
+    engines.push(7, [2], first_page=1, aux=AUX)  # a chunk that was under way
+    assert engines.prefill[0].state(7) is KVPoll.WAITING_FOR_INPUT  # nothing more is reported
 
 
 @contextmanager
@@ -375,22 +369,21 @@ def test_pages_are_held_while_they_may_be_written(host: bool) -> None:
         wait_for(lambda: decode.turn() or decode.side.is_drained(7))
 
 
-def test_a_dead_prefill_fails_the_request_with_its_name() -> None:
-    with world() as made:
-        made.meet(7, [1])
-        made.prefill[0].client.close()
-        made.until(7, KVPoll.FAILED, made.decode)
-        assert made.sources[0] in made.decode[0].states[7][-1].reason
+def test_a_dead_prefill_fails_the_request_with_its_name(engines: World) -> None:
+    engines.meet(7, [1])
+    engines.prefill[0].client.close()
+    engines.until(7, KVPoll.FAILED, engines.decode)
+    assert engines.sources[0] in engines.decode[0].states[7][-1].reason
 
 
-def test_requests_land_in_host_memory_or_in_the_cache_one_by_one() -> None:
-    with world(host=True) as made:
-        made.hand_over(7, source=[5, 2], target=[1, 8], decode={"host": True})
-        here = rows(made.prefill, slots_of([5, 2], 4))
-        assert np.array_equal(rows(made.decode, slots_of([1, 8], 4), host=True), here, equal_nan=True)
-        assert not made.decode[0].pool.raw.any()
-        made.hand_over(8, source=[5, 2], target=[1, 8])
-        assert landed(made, [5, 2], [1, 8], 8)
+@pytest.mark.given(host=True)
+def test_requests_land_in_host_memory_or_in_the_cache_one_by_one(engines: World) -> None:
+    engines.hand_over(7, source=[5, 2], target=[1, 8], decode={"host": True})
+    here = rows(engines.prefill, slots_of([5, 2], 4))
+    assert np.array_equal(rows(engines.decode, slots_of([1, 8], 4), host=True), here, equal_nan=True)
+    assert not engines.decode[0].pool.raw.any()
+    engines.hand_over(8, source=[5, 2], target=[1, 8])
+    assert landed(engines, [5, 2], [1, 8], 8)
 
 
 def send_kvcache_hisparse(
@@ -426,37 +419,35 @@ def test_calls_of_sglang_0_5_10_reach_the_same_host_rows(page_size: int) -> None
         assert np.array_equal(made.decode[0].pool.kv, wanted, equal_nan=True)
 
 
-def test_metadata_of_another_size_fails_its_request_alone() -> None:
-    with world() as made:
-        made.meet(7, [1])
-        made.push(7, [5], aux=b"short")
-        made.until(7, KVPoll.FAILED, made.decode)
-        reason = made.decode[0].states[7][-1].reason
-        assert reason == "metadata of the request: 5 bytes were sent, this engine takes 128"
-        assert made.decode[0].aux == {}
-        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
-        made.hand_over(8, source=[5], target=[1])
+def test_metadata_of_another_size_fails_its_request_alone(engines: World) -> None:
+    engines.meet(7, [1])
+    engines.push(7, [5], aux=b"short")
+    engines.until(7, KVPoll.FAILED, engines.decode)
+    reason = engines.decode[0].states[7][-1].reason
+    assert reason == "metadata of the request: 5 bytes were sent, this engine takes 128"
+    assert engines.decode[0].aux == {}
+    wait_for(lambda: engines.decode[0].turn() or engines.decode[0].side.is_drained(7))
+    engines.hand_over(8, source=[5], target=[1])
 
 
-def test_pages_are_not_reused_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_not_reused_while_they_are_read(engines: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang gives them to another request as soon as `give_up` returns."""
-    with world() as made:
-        made.meet(7, [1, 8])
-        made.push(7, [5])
-        side, asked, may_drain, over = made.prefill[0].side, Event(), Event(), Event()
-        node = side._client._node
-        abort = node.abort
+    engines.meet(7, [1, 8])
+    engines.push(7, [5])
+    side, asked, may_drain, over = engines.prefill[0].side, Event(), Event(), Event()
+    node = side._client._node
+    abort = node.abort
 
-        def late(room: int) -> None:
-            asked.set()
-            assert may_drain.wait(30.0)
-            abort(room)
+    def late(room: int) -> None:
+        asked.set()
+        assert may_drain.wait(30.0)
+        abort(room)
 
-        monkeypatch.setattr(node, "abort", late)
-        thread = Thread(target=lambda: (side.give_up(7), over.set()))
-        thread.start()
-        assert asked.wait(30.0)
-        assert not over.wait(0.3)
-        may_drain.set()
-        assert over.wait(30.0)
-        thread.join()
+    monkeypatch.setattr(node, "abort", late)
+    thread = Thread(target=lambda: (side.give_up(7), over.set()))
+    thread.start()
+    assert asked.wait(30.0)
+    assert not over.wait(0.3)
+    may_drain.set()
+    assert over.wait(30.0)
+    thread.join()

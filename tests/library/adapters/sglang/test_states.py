@@ -16,7 +16,7 @@ from pdtransfer import KVPoll
 from pdtransfer.adapters.kit.kinds import StatePart
 from pdtransfer.adapters.sglang.pools import Buffers
 from pdtransfer.adapters.sglang.states import Sections, conv_sections, item_parts, states_fact
-from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, REQUESTS, Pool, slots_of, stage_of, world
+from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, REQUESTS, Pool, World, slots_of, stage_of, world
 
 STATE_LAYERS, KERNEL = (1, 2, 5), 3
 
@@ -143,12 +143,12 @@ def test_an_item_that_is_not_known_in_detail_is_one_thing(
     assert item_parts(args_of([12, 4], None, [[8, 8, 8], None]), 1, 2, None) != whole
 
 
-def test_engines_of_other_sizes_refuse_each_other_where_they_do_not_divide() -> None:
-    with world(prefill_tp=2, states=("mamba",)) as engines:
-        engines.expect(7, [1])
-        engines.begin(7)
-        engines.until(7, KVPoll.FAILED, engines.decode)
-        assert engines.decode[0].states[7][-1].reason.endswith("p1 has heads 1 of 'mamba', which has 0")
+@pytest.mark.given(prefill_tp=2, states=("mamba",))
+def test_engines_of_other_sizes_refuse_each_other_where_they_do_not_divide(engines: World) -> None:
+    engines.expect(7, [1])
+    engines.begin(7)
+    engines.until(7, KVPoll.FAILED, engines.decode)
+    assert engines.decode[0].states[7][-1].reason.endswith("p1 has heads 1 of 'mamba', which has 0")
 
 
 def alone(texts: list[str]) -> list[list[str]]:

@@ -52,7 +52,9 @@ def test_every_row_of_any_layout_lies_in_one_buffer_and_no_buffer_is_longer_than
 def test_buffers_are_the_tensors_that_engines_allocate(data: Any) -> None:
     pool = data.draw(models().flatmap(pools).filter(lambda pool: pool.slots > pool.page_size))
     memory, expected = pool.memory.ctypes.data, []
-    padding = 0 if pool.model.page_align is None else padding_of(pool.model, pool.page_size)
+    model = pool.model
+    rows = pool.page_size * sum(size for _, _, size in model.parts)
+    padding = 0 if model.page_align is None else model.item_bytes(pool.page_size) - rows
     for tensor in pool.tensors():
         assert tensor.flags.c_contiguous
         pages = pool.slots // pool.page_size
@@ -60,10 +62,6 @@ def test_buffers_are_the_tensors_that_engines_allocate(data: Any) -> None:
     assert list(pool.layout.contiguous_buffers()) == expected
     moved = [buffer._replace(start=buffer.start + memory) for buffer in expected]
     assert list(pool.layout.rebase(memory).contiguous_buffers()) == moved
-
-
-def padding_of(model: Model, page_size: int) -> int:
-    return model.item_bytes(page_size) - page_size * sum(size for _, _, size in model.parts)
 
 
 @pytest.mark.parametrize(

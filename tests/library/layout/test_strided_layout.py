@@ -38,7 +38,9 @@ TORCH_DTYPES = {
 def allocated(draw: Any) -> tuple[dict[tuple[int, str], np.ndarray], tuple[str, ...], dict[str, int], int, int]:
     """Views into one allocation whose axes lie in any order, some with padding behind them; the names of the first
     axes of each view, the counts by name, and the elements and bytes of one head."""
-    axes = draw(st.sampled_from([order for n in (1, 2, 3) for order in _orders(n) if {"page", "row"} & set(order)]))
+    axes = draw(
+        st.sampled_from([order for n in (1, 2, 3) for order in permutations(NAMED, n) if {"page", "row"} & set(order)])
+    )
     counts = {axis: draw(st.integers(1, 4)) for axis in axes}
     if "page" in axes and "row" in axes:
         counts["row"] = 1 << draw(st.integers(0, 2))
@@ -61,10 +63,6 @@ def allocated(draw: Any) -> tuple[dict[tuple[int, str], np.ndarray], tuple[str, 
 def pages_hold_rows(outer: list[str]) -> bool:
     """No Layout has it the other way round."""
     return not {"page", "row"} <= set(outer) or outer.index("page") < outer.index("row")
-
-
-def _orders(count: int) -> list[tuple[str, ...]]:
-    return list(permutations(NAMED, count))
 
 
 @bounded

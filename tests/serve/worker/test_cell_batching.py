@@ -57,10 +57,6 @@ def covered(cells, component="kv"):
     return count
 
 
-def bytes_of(each):
-    return (each.rows[1] - each.rows[0]) * (each.layers[1] - each.layers[0]) * ROW
-
-
 @pytest.mark.parametrize("tokens", [1, 128, 238])
 def test_a_small_chunk_leaves_as_one_with_its_last_layer(tokens):
     cell_batcher = CellBatcher([KV])
@@ -75,7 +71,10 @@ def test_a_large_chunk_leaves_in_cells_that_are_worth_it_and_get_smaller_in_the_
     cells = cells_of(CellBatcher([KV]), chunk((0, tokens)))
     assert (covered(cells) == 1).all()
     assert [cell.layers[0] for cell in cells] == sorted(cell.layers[0] for cell in cells)
-    layer, sizes = tokens * ROW, [bytes_of(cell) for cell in cells]
+    layer, sizes = (
+        tokens * ROW,
+        [(cell.rows[1] - cell.rows[0]) * (cell.layers[1] - cell.layers[0]) * ROW for cell in cells],
+    )
     left = tokens * LAYERS * ROW
     for size in sizes:
         left -= size

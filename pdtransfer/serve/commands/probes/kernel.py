@@ -50,10 +50,8 @@ def lock(_root: Path) -> Seen:
 def _map(descriptor: int) -> int:
     """Maps shared memory; unlike Python's mmap, keeps no second descriptor."""
     function = ctypes.CDLL(None, use_errno=True).mmap
-    function.restype, function.argtypes = (
-        ctypes.c_void_p,
-        (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long),
-    )
+    function.restype = ctypes.c_void_p
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
     address: int = function(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -63,12 +63,9 @@ def ports(root: Path) -> Seen:
             try:
                 probe.bind((endpoint.host, endpoint.port_first))
             except OSError as error:
-                bound = (
-                    ", bound to " + " and ".join(listening[endpoint.port_first])
-                    if endpoint.port_first in listening
-                    else ""
-                )
-                taken.append(f"{endpoint.port_first} ({name}, {errno.errorcode.get(error.errno or 0, error)}{bound})")
+                port, code = endpoint.port_first, errno.errorcode.get(error.errno or 0, error)
+                bound = f", bound to {' and '.join(listening[port])}" if port in listening else ""
+                taken.append(f"{port} ({name}, {code}{bound})")
     if taken:
         return warn(f"not free: {', '.join(taken)}", _OWNER)
     return ok("the default ports of daemons are free")

@@ -6,10 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from ....bus.sockets import LogThrottle
 from ....errors import ConfigError
@@ -17,9 +16,6 @@ from ...process.signals import read_again
 from ...settings.router import RouterConfig
 from .json_bodies import RefusedRequestError
 from .openai_http import API_KEY_USE, error_response, failure
-
-if TYPE_CHECKING:
-    from .api_keys import ApiKeys
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +27,11 @@ REFUSED_LOG_MS = 1_000  # between two log lines about unknown API keys
 class ClientGuard:
     """The keys and the certificate of one router; `tls` is None where it serves HTTP."""
 
-    def __init__(self, config: RouterConfig) -> None:
-        """Reads the files that the config names. Raises ConfigError."""
+    def __init__(self, config: RouterConfig, count: Callable[[int], None]) -> None:
+        """Reads the files that the config names. Raises ConfigError. `count` gets the status of each request that is
+        refused here."""
         self.tls = self.keys = None
+        self._count, self._throttle = count, LogThrottle(REFUSED_LOG_MS)
         reloads: list[Callable[[], None]] = []
         if config.tls_cert is not None and config.tls_key is not None:
             from ...process.tls import ServerTls
@@ -55,38 +53,26 @@ class ClientGuard:
         """Whether a client may see the names of workers and hosts: it has a key, or there are none."""
         return self.keys is None or self.keys.knows(request.headers.get("Authorization"))
 
-    def protect(self, app: web.Application, count: Callable[[int], None]) -> None:
-        """Lets only clients with a key through to the application, where there are keys."""
-        if self.keys is not None:
-            app.middlewares.append(authenticated(self.keys, count))
-
-
-def authenticated(keys: ApiKeys, count: Callable[[int], None]) -> Middleware:
-    """Returns a middleware that lets no request without a known API key through, but those for PUBLIC; `count` gets
-    the status of each that it refuses itself."""
-    throttle = LogThrottle(REFUSED_LOG_MS)
-
     @web.middleware
-    async def through(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in PUBLIC:
+    async def authenticated(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Lets no request without a known API key through, where there are keys, but those for PUBLIC."""
+        if self.keys is None or request.path in PUBLIC:
             return await handler(request)
         now, header = asyncio.get_running_loop().time(), request.headers.get("Authorization")
-        key = keys.find(header)
+        key = self.keys.find(header)
         if key is None:
-            if (suppressed := throttle.due(now)) is not None:
+            if (suppressed := self._throttle.due(now)) is not None:
                 missing = "no API key" if header is None else "no known API key"
                 log.warning("%s has %s, %d other refusals not logged", request.remote, missing, suppressed)
-            count(401)
+            self._count(401)
             return _unauthorized("no API key: send Authorization: Bearer KEY" if header is None else "unknown API key")
         try:
             with key.use(now) as use:
                 request[API_KEY_USE] = use
                 return await handler(request)
         except RefusedRequestError as why:
-            count(why.status)
+            self._count(why.status)
             return failure(why)
-
-    return through
 
 
 def _unauthorized(text: str) -> web.Response:

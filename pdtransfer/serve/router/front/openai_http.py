@@ -163,13 +163,15 @@ def failure(failed: AnswerFailedError) -> web.Response:
 
 
 def openai_errors(paths: str, others: tuple[str, ...] = ()) -> Middleware:
-    """Returns a middleware that turns the HTTP library's refusals into OpenAI's form on OpenAI's paths and on `others`;
-    `paths` names those that this router has."""
+    """Returns a middleware that answers what failed in OpenAI's form, the HTTP library's refusals on OpenAI's paths and
+    on `others`; `paths` names those that this router has."""
 
     @web.middleware
     async def through(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
+        except AnswerFailedError as failed:
+            return failure(failed)
         except web.HTTPException as refused:
             if not request.path.startswith(("/v1/", *others)):
                 raise

@@ -23,7 +23,7 @@ from .client_guard import ClientGuard
 from .client_request import ClientRequest
 from .json_bodies import JSON, AnswerFailedError, WholeAnswer
 from .loop_delay import LoopDelay
-from .openai_http import OpenRequests, accept, error, failure, openai_errors, stamp, written
+from .openai_http import OpenRequests, accept, error, openai_errors, stamp, written
 from .status import RecentRequests, RouterMetrics, StatusPages
 
 EVENT_END = b"\n\n"
@@ -51,10 +51,9 @@ class Router:
         self.recent = RecentRequests()
         ended.subscribe(metrics.ended)
         ended.subscribe(self.recent)
-        self.guard, paths = ClientGuard(config), backend.paths
+        self.guard, paths = ClientGuard(config, metrics.count), backend.paths
         app = application(self._health, metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX, trusts=self.guard.trusts)
-        self.guard.protect(app, metrics.count)
-        app.middlewares.append(openai_errors(paths.text, paths.texts))
+        app.middlewares.extend((self.guard.authenticated, openai_errors(paths.text, paths.texts)))
         app.add_routes([web.post(path, self._generate) for path in paths.generate])
         app.add_routes([web.post(path, self._translate) for path in paths.texts])
         app.add_routes([web.get(path, self._look_up) for path in ("/v1/models", *paths.lookups)])
@@ -121,19 +120,13 @@ class Router:
         )
 
     async def _look_up(self, http: web.Request) -> web.Response:
-        try:
-            return written(await self.backend.look_up(http.path, http.headers.get("Authorization", "")))
-        except AnswerFailedError as failed:
-            return failure(failed)
+        return written(await self.backend.look_up(http.path, http.headers.get("Authorization", "")))
 
     async def _translate(self, http: web.Request) -> web.Response:
         """Answers what takes no worker: reading the body writes the answer."""
-        try:
-            with self.open_requests.begun():
-                answer, _ = await self.open_requests.read(http, self.backend.reading(http.path))
-            return web.Response(body=answer.parts[0], content_type=JSON)
-        except AnswerFailedError as failed:
-            return failure(failed)
+        with self.open_requests.begun():
+            answer, _ = await self.open_requests.read(http, self.backend.reading(http.path))
+        return web.Response(body=answer.parts[0], content_type=JSON)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         client = accept(http, self._config)
@@ -142,7 +135,7 @@ class Router:
                 return await self._answer(http, client)
         except AnswerFailedError as failed:
             client.answered(failed.status, failed.cause, str(failed))
-            return failure(failed)
+            raise
         except web.HTTPException as refused:
             client.answered(refused.status, detail=refused.text or refused.reason)
             raise

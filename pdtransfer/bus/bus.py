@@ -156,16 +156,9 @@ class Bus:
         if len(self._dialled) >= dials_max and not self._evict_unreachable():
             raise WorldError(f"endpoint {endpoint!r}: {len(self._dialled)} are dialled already, which is the limit")
         self._dialled[endpoint] = Dialled(
-            endpoint,
-            role,
-            self._on_dialled_frame,
-            make_place=self._evict_unreachable,
-            context=self._context,
-            loop=self._loop,
-            keys=self._keys,
-            limits=self._limits,
-            reached=self._reached,
-        )
+            endpoint, role, self._on_dialled_frame, make_place=self._evict_unreachable, context=self._context,
+            loop=self._loop, keys=self._keys, limits=self._limits, reached=self._reached,
+        )  # fmt: skip
         return endpoint
 
     def trouble(self, endpoint: str) -> str:

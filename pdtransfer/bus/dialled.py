@@ -145,16 +145,11 @@ class Dialled:
         self._set_timer(self._redial_ms)
         try:
             hosts = await resolve(self._loop, self._address.host)
+            address = address_of(hosts[self._attempt % len(hosts)], self._address.port_first)
             self._link = _Link(
-                self._dealer(),
-                address_of(hosts[self._attempt % len(hosts)], self._address.port_first),
-                context=self._context,
-                loop=self._loop,
-                limits=self._limits,
-                on_frame=self._on_frame,
-                on_extra=self._count,
-                on_event=self._on_event,
-            )
+                self._dealer(), address, context=self._context, loop=self._loop, limits=self._limits,
+                on_frame=self._on_frame, on_extra=self._count, on_event=self._on_event,
+            )  # fmt: skip
         except (OSError, zmq.ZMQError) as error:
             self.last_error = str(error)
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._make_place():

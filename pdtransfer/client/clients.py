@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 from functools import partial
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from numpy.typing import ArrayLike
@@ -85,9 +84,7 @@ class _Client(Generic[Node, PolledEvent]):
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:

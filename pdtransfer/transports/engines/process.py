@@ -99,12 +99,10 @@ class EngineProcess:
                     environment = library.environment(network, engines=self.engines, host=dialled)
                     self._process = subprocess.Popen(  # noqa: S603 (our own file)
                         list(map(str, (*command, network.protocol, host, *network.ports, held, *numbers, *more))),
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
+                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                         stderr=self._log if self._log >= 0 else subprocess.DEVNULL,
-                        env=environment if card is None else environment | card.environment,
-                        pass_fds=passed,
-                    )
+                        env=environment if card is None else environment | card.environment, pass_fds=passed,
+                    )  # fmt: skip
                 undo.callback(_end, self._process)
                 self._pidfd = os.pidfd_open(self._process.pid)
             except OSError as error:  # out of descriptors, most likely

@@ -78,13 +78,9 @@ class ShmArena:
         token = secrets.token_bytes(TOKEN_BYTES)
         self._sessions.setdefault(session, _HandOver()).token = token
         reach = Reach(
-            transport="shm",
-            host=self._host,
-            address=self.listener.address,
-            token=token,
-            base=0,
+            transport="shm", host=self._host, address=self.listener.address, token=token, base=0,
             arena_bytes=self._arena.byte_count,
-        )
+        )  # fmt: skip
         hbm = self._arena.hbm
         if hbm is None or not hbm.handle or not self._hbm_direct:
             return reach

@@ -346,14 +346,11 @@ class ShmWriter:
             self._loop.call_soon(self._report, mapped, order, Outcome.FAILED, text)
 
     def _copy_job(self, mapped: _Session, arena: _WritableArena, order: Write) -> CopyWork:
+        lines = lines_for(order, self._components, arena.components, mapped.lines) if order.verify else None
         return copy_job(
-            order,
-            mapped.pairing(arena, order.component, order.layers),
-            partial(self._ended, order),
-            source_address=self._pool_address,
-            target_address=arena.mapping.address,
-            lines=lines_for(order, self._components, arena.components, mapped.lines) if order.verify else None,
-        )
+            order, mapped.pairing(arena, order.component, order.layers), partial(self._ended, order), lines=lines,
+            source_address=self._pool_address, target_address=arena.mapping.address,
+        )  # fmt: skip
 
     def _gpu_write(self, mapped: _Session, arena: _WritableArena, order: Write) -> GpuWrite:
         key = order.component, order.layers

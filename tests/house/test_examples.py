@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from examples import engine
-from tests.support.fleets import Site, running
+from tests.support.fleets import running
 from tests.support.paths import REPO
 
 
@@ -18,10 +18,9 @@ def test_embed_lands_a_room_in_another_process() -> None:
     assert done.stdout == "100 tokens, 460,800 bytes: every byte is where it belongs\n"
 
 
-def test_engine_serves_completions_behind_a_router(tmp_path: Path) -> None:
+async def test_engine_serves_completions_behind_a_router(tmp_path: Path) -> None:
     own = {"engine": "examples.engine:create", "engine_option": ()}
-
-    async def case(site: Site) -> None:
+    async with running(tmp_path, prefills=[own | {"chunk_tokens": 64}], decodes=[own]) as site:
         for prompt in ("once", "upon a time " * 40):
             answer = await site.complete(prompt, max_tokens=20)
             assert (answer.status, answer.text) == (200, engine.text(prompt, 20)), answer
@@ -29,6 +28,3 @@ def test_engine_serves_completions_behind_a_router(tmp_path: Path) -> None:
             answer = await site.complete("once", **{name: value})
             assert (answer.status, answer.error["code"], name in answer.error["message"]) == (400, "refused", True)
         await site.settled()
-
-    with running(tmp_path, prefills=[own | {"chunk_tokens": 64}], decodes=[own]) as fleet:
-        fleet(case)

@@ -5,13 +5,12 @@ Every wait is for a condition and bounded. Ports are the system's choice.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -346,39 +345,23 @@ class Gates:
             gate.unlink()
 
 
-class Running:
-    """A site for the tests of one module, each of which takes turns on its loop."""
-
-    def __init__(self, runner: asyncio.Runner, site: Site) -> None:
-        self._runner, self.site = runner, site
-
-    def __call__(self, case: Callable[[Site], Awaitable[Result]]) -> Result:
-        async def bounded() -> Result:
-            async with asyncio.timeout(2 * PATIENCE_S):
-                return await case(self.site)
-
-        return self._runner.run(bounded())
-
-
-@contextmanager
-def running(logs: Path, ends_as: tuple[int, ...] = (), **more: Any) -> Iterator[Running]:
-    """A fleet outside of any loop, until the context is left. Its processes end as asked then, without a traceback.
+@asynccontextmanager
+async def running(logs: Path, ends_as: tuple[int, ...] = (), **more: Any) -> AsyncIterator[Site]:
+    """A fleet whose processes end as asked when the context is left, without a traceback.
 
     `ends_as` are statuses that are right beside 0, where a test has killed some.
     """
     os.environ.setdefault("PYTHONPATH", str(REPO))
-    with asyncio.Runner() as runner:
-        context = fleet(logs, **more)
-        site = runner.run(context.__aenter__())
+    left: list[Daemon] = []
+    async with fleet(logs, **more) as site:
         try:
-            yield Running(runner, site)
+            yield site
         finally:
-            left = list(site.fleet.daemons)
-            runner.run(context.__aexit__(None, None, None))
-        statuses = {daemon.log.name: daemon.process.returncode for daemon in left}
-        assert set(statuses.values()) <= {0, *ends_as}, statuses  # each ended by itself, and in time
-        for log in filter(Path.is_file, logs.glob("*.log")):  # and no device
-            assert "Traceback" not in log.read_text(), log.read_text()
+            left += site.fleet.daemons
+    statuses = {daemon.log.name: daemon.process.returncode for daemon in left}
+    assert set(statuses.values()) <= {0, *ends_as}, statuses  # each ended by itself, and in time
+    for log in filter(Path.is_file, logs.glob("*.log")):  # noqa: ASYNC240  # and no device
+        assert "Traceback" not in log.read_text(), log.read_text()
 
 
 def followers(daemon: Daemon) -> list[int]:

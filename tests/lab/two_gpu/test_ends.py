@@ -43,7 +43,7 @@ def right(text: str, answer: Answer, case: Case, devices: tuple[str, str]) -> bo
 
 
 @pytest.mark.full
-def test_others_are_answered_as_if_nobody_had_left_or_died(
+async def test_others_are_answered_as_if_nobody_had_left_or_died(
     case: Case, devices: tuple[str, str], tmp_path: Path
 ) -> None:
     settings = fleet_of(case, devices)
@@ -96,5 +96,5 @@ def test_others_are_answered_as_if_nobody_had_left_or_died(
         await site.settled()
 
     prefills = [first | slow, alone | slow]
-    with running(tmp_path, ends_as=(1, -signal.SIGKILL), prefills=prefills, decodes=[decode]) as made:
-        made(ends)
+    async with running(tmp_path, ends_as=(1, -signal.SIGKILL), prefills=prefills, decodes=[decode]) as site:
+        await ends(site)

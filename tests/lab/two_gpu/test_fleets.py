@@ -12,7 +12,9 @@ from tests.support.fleets import Site, running
 CASES = MATRIX
 
 
-def test_prompts_are_answered_as_by_a_single_process(case: Case, devices: tuple[str, str], tmp_path: Path) -> None:
+async def test_prompts_are_answered_as_by_a_single_process(
+    case: Case, devices: tuple[str, str], tmp_path: Path
+) -> None:
     if reason := missing(case):
         pytest.skip(reason)
 
@@ -34,5 +36,5 @@ def test_prompts_are_answered_as_by_a_single_process(case: Case, devices: tuple[
             assert m["pdtransfer_grants_verified_total"] >= len(TEXTS)
             assert m["pdtransfer_grants_mismatched_total"] == 0
 
-    with running(tmp_path, **fleet_of(case, devices)) as made:
-        made(asked)
+    async with running(tmp_path, **fleet_of(case, devices)) as site:
+        await asked(site)

@@ -39,83 +39,68 @@ def right(answer: Answer) -> bool:
     return answer.status == 200
 
 
-def test_every_pair_has_its_session_before_a_request_and_prefills_may_leave_and_come_back(
+async def test_every_pair_has_its_session_before_a_request_and_prefills_may_leave_and_come_back(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    with running(tmp_path_factory.mktemp("f"), prefills=[PLAIN] * 3, decodes=[PLAIN] * 2) as on:
-
-        async def case(site: Site) -> None:
-            await up(site, 3)
-            assert await begun(site) == [0, 0]
-            assert right(await site.complete("all are there"))
-            leaves = site.fleet.of("prefill")[1]
-            await leaves.stop()
-            await up(site, 2)
-            assert right(await site.complete("two are left"))
-            known = await begun(site)
-            await site.restart(leaves)
-            await up(site, 3)
-            assert await begun(site) == known
-            assert all(map(right, await asyncio.gather(*map(site.complete, prompts(5, 20, 70, 90, 130)))))
-            await site.settled()
-
-        on(case)
+    async with running(tmp_path_factory.mktemp("f"), prefills=[PLAIN] * 3, decodes=[PLAIN] * 2) as site:
+        await up(site, 3)
+        assert await begun(site) == [0, 0]
+        assert right(await site.complete("all are there"))
+        leaves = site.fleet.of("prefill")[1]
+        await leaves.stop()
+        await up(site, 2)
+        assert right(await site.complete("two are left"))
+        known = await begun(site)
+        await site.restart(leaves)
+        await up(site, 3)
+        assert await begun(site) == known
+        assert all(map(right, await asyncio.gather(*map(site.complete, prompts(5, 20, 70, 90, 130)))))
+        await site.settled()
 
 
 @pytest.mark.full
-def test_every_rank_of_a_decode_worker_has_its_sessions_before_a_request(
+async def test_every_rank_of_a_decode_worker_has_its_sessions_before_a_request(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     own = {"engine_option": GQA, "tp_size": 2}
-    with running(tmp_path_factory.mktemp("f"), prefills=[own], decodes=[own]) as on:
-
-        async def case(site: Site) -> None:
-            for rank in range(2):
-                await up(site, 2, rank)
-            assert await begun(site) == [0]
-            await site.served(options=GQA)
-
-        on(case)
+    async with running(tmp_path_factory.mktemp("f"), prefills=[own], decodes=[own]) as site:
+        for rank in range(2):
+            await up(site, 2, rank)
+        assert await begun(site) == [0]
+        await site.served(options=GQA)
 
 
-def test_a_decode_of_few_places_keeps_some_for_the_prefills_that_rooms_name(
+async def test_a_decode_of_few_places_keeps_some_for_the_prefills_that_rooms_name(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     gates = Gates(tmp_path_factory.mktemp("gates"))
     held = PLAIN | {"engine_option": (f"gates={gates.directory}",)}
     few = PLAIN | {"limits": replace(LIMITS, sessions_max=2)}
-    with running(tmp_path_factory.mktemp("f"), prefills=[held] * 2, decodes=[few]) as on:
+    async with running(tmp_path_factory.mktemp("f"), prefills=[held] * 2, decodes=[few]) as site:
+        await up(site, 1)
 
-        async def case(site: Site) -> None:
-            await up(site, 1)
+        async def both_have_one() -> bool:
+            return await begun(site, "prefill") == [1, 1]
 
-            async def both_have_one() -> bool:
-                return await begun(site, "prefill") == [1, 1]
-
-            with gates.closed("prefill"):
-                asked = [asyncio.create_task(site.complete(text)) for text in prompts(6, 20, 30)]
-                await until(both_have_one)
-            assert all(map(right, await asyncio.gather(*asked)))
-            await up(site, 2)
-
-        on(case)
+        with gates.closed("prefill"):
+            asked = [asyncio.create_task(site.complete(text)) for text in prompts(6, 20, 30)]
+            await until(both_have_one)
+        assert all(map(right, await asyncio.gather(*asked)))
+        await up(site, 2)
 
 
-def test_a_prefill_of_one_place_serves_the_decode_that_has_it_and_then_the_other(
+async def test_a_prefill_of_one_place_serves_the_decode_that_has_it_and_then_the_other(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     one = PLAIN | {"limits": replace(LIMITS, sessions_max=1)}
-    with running(tmp_path_factory.mktemp("f"), prefills=[one], decodes=[PLAIN] * 2) as on:
+    async with running(tmp_path_factory.mktemp("f"), prefills=[one], decodes=[PLAIN] * 2) as site:
 
-        async def case(site: Site) -> None:
-            async def one_has_it() -> bool:
-                return await sessions_of(site, "prefill") == [1] and sum(await sessions_of(site, "decode")) == 1
+        async def one_has_it() -> bool:
+            return await sessions_of(site, "prefill") == [1] and sum(await sessions_of(site, "decode")) == 1
 
-            await until(one_has_it)
-            assert all(map(right, await asyncio.gather(*map(site.complete, prompts(7, 20, 30, 40, 50)))))
-            has = (await sessions_of(site, "decode")).index(1)
-            await site.fleet.of("decode")[has].stop()
-            await until(one_has_it)
-            assert right(await site.complete("the other has it"))
-
-        on(case)
+        await until(one_has_it)
+        assert all(map(right, await asyncio.gather(*map(site.complete, prompts(7, 20, 30, 40, 50)))))
+        has = (await sessions_of(site, "decode")).index(1)
+        await site.fleet.of("decode")[has].stop()
+        await until(one_has_it)
+        assert right(await site.complete("the other has it"))

@@ -21,7 +21,6 @@ from tests.support.fleets import (
     SLOTS,
     TOKENS,
     Gates,
-    Running,
     Site,
     equal,
     generated,
@@ -29,7 +28,7 @@ from tests.support.fleets import (
     running,
 )
 from tests.support.processes import open_files
-from tests.support.waiting import until
+from tests.support.waiting import Running, standing, until
 
 Options = tuple[str, ...]
 
@@ -66,106 +65,96 @@ COMMON = ("mla 16 to 16, chunks of 8 and a layer", "gqa 64 to 1")
     params=[name if name in COMMON else pytest.param(name, marks=pytest.mark.full) for name in FLEETS],
     ids=lambda name: name.replace(" ", "-"),
 )
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Options, Running]]:
-    options, prefill, decode = FLEETS[request.param]
-    both = {"engine_option": options}
+def of(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def options(of: str) -> Options:
+    return FLEETS[of][0]
+
+
+@pytest.fixture(scope="module")
+def site(of: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
+    options, prefill, decode = FLEETS[of]
+    each = {"prefills": [prefill | {"engine_option": options}], "decodes": [decode | {"engine_option": options}]}
     router = {"limits": replace(LIMITS, turn_tokens_max=0)}  # each prompt is handed over
-    with running(
-        tmp_path_factory.mktemp("f"), prefills=[both | prefill], decodes=[both | decode], router=router
-    ) as made:
-        yield options, made
+    yield from standing(running(tmp_path_factory.mktemp("f"), **each, router=router))
 
 
-def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_nothing_leaks(
-    pair: tuple[Options, Running],
+async def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_nothing_leaks(
+    options: Options, site: Site
 ) -> None:
-    options, on = pair
     texts = prompts(1, 1, 2, 15, 16, 17, 63, 64, 65, 130, 200)
+    await site.served(options=options)
+    await site.settled()
+    before = {daemon.role: open_files(daemon.process.pid) for daemon in site.fleet.daemons if daemon.role != "router"}
+    answers = await asyncio.gather(*(site.complete(text) for text in texts))
+    for text, answer in zip(texts, answers, strict=True):
+        expected = generated(text, options=options)
+        assert equal(answer, expected), (text, answer)
+        assert answer.text == text_of(expected)
+        assert answer.body["usage"] == {
+            "prompt_tokens": len(text),
+            "completion_tokens": TOKENS,
+            "total_tokens": len(text) + TOKENS,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        assert answer.facts["kv_bytes"] == len(text) * row_bytes(options)
+        assert (answer.facts["prefill"], answer.facts["decode"]) == ("prefill-0", "decode-0")
+    await site.settled()
+    for daemon in (site.prefill, site.decode):
+        libraries = mapped(daemon.process.pid)
+        assert "numpy" in libraries
+        assert "libtorch" not in libraries
+    prefill, decode = await asyncio.gather(*(site.metrics(daemon) for daemon in (site.prefill, site.decode)))
+    total = sum(len(text) for text in texts) + len("does it work")
+    assert prefill["pdtransfer_kv_bytes_total"] >= total * row_bytes(options)
+    assert decode["pdtransfer_kv_bytes_total"] == prefill["pdtransfer_kv_bytes_total"]
+    assert decode["pdtransfer_rooms_ended_total{length}"] == prefill["pdtransfer_rooms_ended_total{done}"]
 
-    async def case(site: Site) -> None:
-        await site.served(options=options)
-        await site.settled()
-        before = {
+    async def closed() -> bool:
+        after = {
             daemon.role: open_files(daemon.process.pid) for daemon in site.fleet.daemons if daemon.role != "router"
         }
-        answers = await asyncio.gather(*(site.complete(text) for text in texts))
-        for text, answer in zip(texts, answers, strict=True):
-            expected = generated(text, options=options)
-            assert equal(answer, expected), (text, answer)
-            assert answer.text == text_of(expected)
-            assert answer.body["usage"] == {
-                "prompt_tokens": len(text),
-                "completion_tokens": TOKENS,
-                "total_tokens": len(text) + TOKENS,
-                "prompt_tokens_details": {"cached_tokens": 0},
-            }
-            assert answer.facts["kv_bytes"] == len(text) * row_bytes(options)
-            assert (answer.facts["prefill"], answer.facts["decode"]) == ("prefill-0", "decode-0")
-        await site.settled()
-        for daemon in (site.prefill, site.decode):
-            libraries = mapped(daemon.process.pid)
-            assert "numpy" in libraries
-            assert "libtorch" not in libraries
-        prefill, decode = await asyncio.gather(*(site.metrics(daemon) for daemon in (site.prefill, site.decode)))
-        total = sum(len(text) for text in texts) + len("does it work")
-        assert prefill["pdtransfer_kv_bytes_total"] >= total * row_bytes(options)
-        assert decode["pdtransfer_kv_bytes_total"] == prefill["pdtransfer_kv_bytes_total"]
-        assert decode["pdtransfer_rooms_ended_total{length}"] == prefill["pdtransfer_rooms_ended_total{done}"]
+        return all(after[role] <= count for role, count in before.items())
 
-        async def closed() -> bool:
-            after = {
-                daemon.role: open_files(daemon.process.pid) for daemon in site.fleet.daemons if daemon.role != "router"
-            }
-            return all(after[role] <= count for role, count in before.items())
-
-        await until(closed, f"no more open files than {before}")  # those of the last /metrics close in their time
-
-    on(case)
+    await until(closed, f"no more open files than {before}")  # those of the last /metrics close in their time
 
 
-def test_a_stream_carries_the_same_text_as_the_whole(pair: tuple[Options, Running]) -> None:
-    options, on = pair
+async def test_a_stream_carries_the_same_text_as_the_whole(options: Options, site: Site) -> None:
     (text,) = prompts(2, 90)
-
-    async def case(site: Site) -> None:
-        *pieces, last = await site.stream(text, max_tokens=12)
-        expected = generated(text, 12, options)
-        streamed = "".join(each["choices"][0]["text"] for each in (*pieces, last))
-        assert streamed == text_of(expected)
-        assert last["choices"][0]["finish_reason"] == "length"
-        assert last["usage"]["completion_tokens"] == 12
-        assert last["pdtransfer"]["tokens_digest"] == expected.tokens_digest.hex()
-        assert last["pdtransfer"]["kv_digest"] == expected.kv_digest.hex()
-
-    on(case)
+    *pieces, last = await site.stream(text, max_tokens=12)
+    expected = generated(text, 12, options)
+    streamed = "".join(each["choices"][0]["text"] for each in (*pieces, last))
+    assert streamed == text_of(expected)
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["usage"]["completion_tokens"] == 12
+    assert last["pdtransfer"]["tokens_digest"] == expected.tokens_digest.hex()
+    assert last["pdtransfer"]["kv_digest"] == expected.kv_digest.hex()
 
 
-def test_what_two_prompts_share_crosses_once_unless_their_salts_differ(pair: tuple[Options, Running]) -> None:
-    options, on = pair
+async def test_what_two_prompts_share_crosses_once_unless_their_salts_differ(options: Options, site: Site) -> None:
     shared, one, other = prompts(3, 150, 20, 30)
+    seen = []
+    for text, salt in ((shared + one, "a"), (shared + one, "a"), (shared + other, "a"), (shared + other, "b")):
+        answer = await site.complete(text, cache_salt=salt)
+        assert equal(answer, generated(text, options=options)), answer
+        cached = answer.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert answer.facts["kv_bytes"] == (len(text) - cached) * row_bytes(options)
+        seen.append(cached)
+    assert seen == [0, 128, 128, 0]
+    await site.settled()
+    decode = await site.metrics(site.decode)
+    assert decode["pdtransfer_prefix_hit_tokens_total"] >= 256
+    assert decode["pdtransfer_prefix_queried_tokens_total"] >= 512
+    assert decode["pdtransfer_prefix_tokens"] >= 256
+    assert decode["pdtransfer_prefix_used_tokens"] == 0
 
-    async def case(site: Site) -> None:
-        seen = []
-        for text, salt in ((shared + one, "a"), (shared + one, "a"), (shared + other, "a"), (shared + other, "b")):
-            answer = await site.complete(text, cache_salt=salt)
-            assert equal(answer, generated(text, options=options)), answer
-            cached = answer.body["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert answer.facts["kv_bytes"] == (len(text) - cached) * row_bytes(options)
-            seen.append(cached)
-        assert seen == [0, 128, 128, 0]
-        await site.settled()
-        decode = await site.metrics(site.decode)
-        assert decode["pdtransfer_prefix_hit_tokens_total"] >= 256
-        assert decode["pdtransfer_prefix_queried_tokens_total"] >= 512
-        assert decode["pdtransfer_prefix_tokens"] >= 256
-        assert decode["pdtransfer_prefix_used_tokens"] == 0
+    async def all_free() -> bool:
+        return (await site.metrics(site.router))["pdtransfer_worker_slots_free{decode}"] == SLOTS
 
-        async def all_free() -> bool:
-            return (await site.metrics(site.router))["pdtransfer_worker_slots_free{decode}"] == SLOTS
-
-        await until(all_free, "the router to hear that what is cached is free")
-
-    on(case)
+    await until(all_free, "the router to hear that what is cached is free")
 
 
 def mapped(pid: int) -> str:
@@ -186,50 +175,38 @@ def row_bytes(options: Options) -> int:
 
 
 @pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(
-        tmp_path_factory.mktemp("f"),
-        prefills=[{"slots": 512}],
-        decodes=[{"slots": 256, "engine": ENGINE, "engine_option": ("layers=2", "step_ms=5")}],
-        router={},
-    ) as made:
-        yield made
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
+    decode = {"slots": 256, "engine": ENGINE, "engine_option": ("layers=2", "step_ms=5")}
+    yield from standing(running(tmp_path_factory.mktemp("f"), prefills=[{"slots": 512}], decodes=[decode], router={}))
 
 
-def test_more_than_fits_at_once_waits_its_turn(narrow: Running) -> None:
+async def test_more_than_fits_at_once_waits_its_turn(narrow: Site) -> None:
     texts = prompts(3, *[100] * 9)
-
-    async def case(site: Site) -> None:
-        answers = await asyncio.gather(*(site.complete(text) for text in texts))
-        assert all(equal(answer, generated(text)) for text, answer in zip(texts, answers, strict=True))
-        await site.settled()
-
-    narrow(case)
+    answers = await asyncio.gather(*(narrow.complete(text) for text in texts))
+    assert all(equal(answer, generated(text)) for text, answer in zip(texts, answers, strict=True))
+    await narrow.settled()
 
 
 @pytest.mark.parametrize(
     ("size", "max_tokens", "words"),
     [(200, 57, ["57", "200", "256"]), (300, 1, ["300", "256"]), (20_000, 1, ["20000", "256"])],
 )
-def test_a_prompt_that_never_fits_is_a_clear_error_and_holds_nothing(
-    narrow: Running, size: int, max_tokens: int, words: list[str]
+async def test_a_prompt_that_never_fits_is_a_clear_error_and_holds_nothing(
+    narrow: Site, size: int, max_tokens: int, words: list[str]
 ) -> None:
-    async def case(site: Site) -> None:
-        answer = await site.complete("x" * size, max_tokens=max_tokens)
-        assert answer.status == 400
-        assert answer.error["code"] == "context_length_exceeded"
-        (listed,) = json.loads((await site.get(site.router, "/v1/models"))[1])["data"]
-        assert listed["max_model_len"] == 256, "what decode's memory takes"
-        assert all(word in answer.error["message"] for word in words), answer
-        assert answer.retry_after is None
-        await site.settled()
-
-    narrow(case)
+    answer = await narrow.complete("x" * size, max_tokens=max_tokens)
+    assert answer.status == 400
+    assert answer.error["code"] == "context_length_exceeded"
+    (listed,) = json.loads((await narrow.get(narrow.router, "/v1/models"))[1])["data"]
+    assert listed["max_model_len"] == 256, "what decode's memory takes"
+    assert all(word in answer.error["message"] for word in words), answer
+    assert answer.retry_after is None
+    await narrow.settled()
 
 
-def test_a_prompt_that_fits_to_the_last_slot_is_served(narrow: Running) -> None:
+async def test_a_prompt_that_fits_to_the_last_slot_is_served(narrow: Site) -> None:
     (text,) = prompts(4, 250)
-    narrow(lambda site: site.served(text))
+    await narrow.served(text)
 
 
 @pytest.mark.parametrize(
@@ -246,77 +223,63 @@ def test_a_prompt_that_fits_to_the_last_slot_is_served(narrow: Running) -> None:
         ({"prompt": ["two", 2]}, "prompt[1]"),
     ],
 )
-def test_a_bad_body_names_its_field(narrow: Running, body: dict[str, object], param: str) -> None:
-    async def case(site: Site) -> None:
-        answer = await site.complete(**body)  # pyright: ignore
-        assert answer.status == 400
-        assert answer.error["param"] == param
-        assert answer.error["type"] == "invalid_request_error"
-
-    narrow(case)
+async def test_a_bad_body_names_its_field(narrow: Site, body: dict[str, object], param: str) -> None:
+    answer = await narrow.complete(**body)  # pyright: ignore
+    assert answer.status == 400
+    assert answer.error["param"] == param
+    assert answer.error["type"] == "invalid_request_error"
 
 
-def test_ids_that_the_model_has_not_are_refused_by_the_daemons(narrow: Running) -> None:
-    async def case(site: Site) -> None:
-        answer = await site.complete([5, 4_000_000_000])  # pyright: ignore
-        assert answer.status == 400
-        assert "4000000000" in answer.error["message"]
-        await site.settled()
-
-    narrow(case)
+async def test_ids_that_the_model_has_not_are_refused_by_the_daemons(narrow: Site) -> None:
+    answer = await narrow.complete([5, 4_000_000_000])  # pyright: ignore
+    assert answer.status == 400
+    assert "4000000000" in answer.error["message"]
+    await narrow.settled()
 
 
-def test_ids_are_as_good_as_text(narrow: Running) -> None:
+async def test_ids_are_as_good_as_text(narrow: Site) -> None:
     (text,) = prompts(5, 30)
-
-    async def case(site: Site) -> None:
-        assert equal(await site.complete(list(text.encode())), generated(text))  # pyright: ignore
-
-    narrow(case)
+    assert equal(await narrow.complete(list(text.encode())), generated(text))  # pyright: ignore
 
 
-def test_a_request_for_hisparse_is_decoded_densely_where_no_decode_can_do_it_and_reports_that(narrow: Running) -> None:
-    async def case(site: Site) -> None:
-        answer = await site.complete("x", enable_hisparse=True)
-        assert answer.status == 200
-        assert answer.facts["enable_hisparse"] is False
+async def test_a_request_for_hisparse_is_decoded_densely_where_no_decode_can_do_it_and_reports_that(
+    narrow: Site,
+) -> None:
+    answer = await narrow.complete("x", enable_hisparse=True)
+    assert answer.status == 200
+    assert answer.facts["enable_hisparse"] is False
 
-    narrow(case)
 
-
-def test_a_full_queue_is_429_with_retry_after_and_everybody_else_is_served(
+async def test_a_full_queue_is_429_with_retry_after_and_everybody_else_is_served(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     texts = prompts(6, *[100] * 12)
     gates = Gates(tmp_path_factory.mktemp("gates"))
     full_at_two = {"limits": replace(LIMITS, queue_max=2)}
-    with running(
+    async with running(
         tmp_path_factory.mktemp("f"),
         prefills=[healing.prefill()],
         decodes=[healing.decode(slots=128, gates=gates.directory) | full_at_two],
         router=full_at_two,
-    ) as on:
+    ) as site:
 
         async def served(site: Site) -> bool:
             return healing.right("does it work", await site.complete("does it work"))
 
-        async def case(site: Site) -> None:
-            assert await served(site)  # the session is up: from here on rooms queue for slots
-            with gates.closed("decode"):  # until all but one, and those that may queue behind it, are answered
-                asked = [asyncio.ensure_future(site.complete(text)) for text in texts]
-                await until(lambda: any(each.done() for each in asked), "some are turned away")
-            answers = await asyncio.gather(*asked)
-            full = [answer for answer in answers if answer.status == 429]
-            assert full
-            assert len(full) < len(texts)
-            for text, answer in zip(texts, answers, strict=True):
-                if answer.status == 429:
-                    assert answer.error["code"] == "full"
-                    assert answer.retry_after is not None
-                    assert int(answer.retry_after) >= 1
-                else:
-                    assert healing.right(text, answer), answer
-            await site.settled()
-            await until(lambda: served(site), "the router has heard that there are slots again")
-
-        on(case)
+        assert await served(site)  # the session is up: from here on rooms queue for slots
+        with gates.closed("decode"):  # until all but one, and those that may queue behind it, are answered
+            asked = [asyncio.ensure_future(site.complete(text)) for text in texts]
+            await until(lambda: any(each.done() for each in asked), "some are turned away")
+        answers = await asyncio.gather(*asked)
+        full = [answer for answer in answers if answer.status == 429]
+        assert full
+        assert len(full) < len(texts)
+        for text, answer in zip(texts, answers, strict=True):
+            if answer.status == 429:
+                assert answer.error["code"] == "full"
+                assert answer.retry_after is not None
+                assert int(answer.retry_after) >= 1
+            else:
+                assert healing.right(text, answer), answer
+        await site.settled()
+        await until(lambda: served(site), "the router has heard that there are slots again")

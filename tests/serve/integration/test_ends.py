@@ -16,18 +16,17 @@ import pytest
 from pdtransfer.serve.process.fleet import Daemon
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.engines import plain
-from tests.support.fleets import ENGINE, LIMITS, Gates, Running, Site, prompts, running
+from tests.support.fleets import ENGINE, LIMITS, Gates, Site, prompts, running
 from tests.support.healing import decode, prefill, right, text_of
 from tests.support.processes import deliver
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, Running, standing, until
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running]:
+def slow(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running[Site]]:
     """Prefill takes a step for every 8 tokens, decode one for each, 5 ms each, and both wait at their gates."""
     engine = {"step_ms": 5, "gates": gates.directory}
-    with running(tmp_path_factory.mktemp("f"), prefills=[prefill(**engine)], decodes=[decode(**engine)]) as made:
-        yield made
+    yield from standing(running(tmp_path_factory.mktemp("f"), prefills=[prefill(**engine)], decodes=[decode(**engine)]))
 
 
 async def served(site: Site) -> None:
@@ -51,55 +50,46 @@ async def leased(site: Site) -> None:
     await until(some, "a lease")
 
 
-def test_a_client_that_leaves_in_mid_stream_gives_everything_back(slow: Running, gates: Gates) -> None:
-    async def case(site: Site) -> None:
-        before = await site.metrics(site.decode)
-        with gates.closed("decode"):
-            events = site.events("leaves soon", max_tokens=400)
-            async for _ in events:
-                break
-            await events.aclose()
-            await site.settled()
-        after = await site.metrics(site.decode)
-        name = "pdtransfer_rooms_ended_total{aborted}"
-        assert after[name] == before.get(name, 0) + 1
-        await served(site)
-
-    slow(case)
+async def test_a_client_that_leaves_in_mid_stream_gives_everything_back(slow: Site, gates: Gates) -> None:
+    before = await slow.metrics(slow.decode)
+    with gates.closed("decode"):
+        events = slow.events("leaves soon", max_tokens=400)
+        async for _ in events:
+            break
+        await events.aclose()
+        await slow.settled()
+    after = await slow.metrics(slow.decode)
+    name = "pdtransfer_rooms_ended_total{aborted}"
+    assert after[name] == before.get(name, 0) + 1
+    await served(slow)
 
 
-def test_a_client_that_leaves_before_anything_has_landed_gives_everything_back(slow: Running, gates: Gates) -> None:
-    async def case(site: Site) -> None:
-        (text,) = prompts(1, 400)
-        with gates.closed("prefill"):
-            asked = asyncio.ensure_future(site.complete(text))
-            await leased(site)
-            tokens = (await site.metrics(site.router))["pdtransfer_generated_tokens_total"]
-            asked.cancel()
+async def test_a_client_that_leaves_before_anything_has_landed_gives_everything_back(slow: Site, gates: Gates) -> None:
+    (text,) = prompts(1, 400)
+    with gates.closed("prefill"):
+        asked = asyncio.ensure_future(slow.complete(text))
+        await leased(slow)
+        tokens = (await slow.metrics(slow.router))["pdtransfer_generated_tokens_total"]
+        asked.cancel()
 
-            async def given_up() -> bool:
-                return not await rooms(site, site.decode)
+        async def given_up() -> bool:
+            return not await rooms(slow, slow.decode)
 
-            await until(given_up, "decode has given the room up")
-        await site.settled()
-        assert (await site.metrics(site.router))["pdtransfer_generated_tokens_total"] == tokens
-        await served(site)
-
-    slow(case)
+        await until(given_up, "decode has given the room up")
+    await slow.settled()
+    assert (await slow.metrics(slow.router))["pdtransfer_generated_tokens_total"] == tokens
+    await served(slow)
 
 
-def test_clients_that_all_leave_at_once_leave_nothing_behind(slow: Running, gates: Gates) -> None:
-    async def case(site: Site) -> None:
-        with gates.closed("prefill"):
-            asked = [asyncio.ensure_future(site.complete(text)) for text in prompts(2, *[60] * 20)]
-            await until(lambda: has_rooms(site, 20), "20 rooms")
-            for each in asked:
-                each.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-        await site.settled()
-        await served(site)
-
-    slow(case)
+async def test_clients_that_all_leave_at_once_leave_nothing_behind(slow: Site, gates: Gates) -> None:
+    with gates.closed("prefill"):
+        asked = [asyncio.ensure_future(slow.complete(text)) for text in prompts(2, *[60] * 20)]
+        await until(lambda: has_rooms(slow, 20), "20 rooms")
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+    await slow.settled()
+    await served(slow)
 
 
 async def has_rooms(site: Site, count: int) -> bool:
@@ -157,74 +147,65 @@ def last_line(site: Site, daemon: Daemon) -> str:
     ],
     ids=["SIGTERM", "two at once", "SIGINT"],
 )
-def test_a_signal_drains_what_is_under_way_ends_and_new_requests_get_503(
-    slow: Running, gates: Gates, role: str, signals: list[signal.Signals]
+async def test_a_signal_drains_what_is_under_way_ends_and_new_requests_get_503(
+    slow: Site, gates: Gates, role: str, signals: list[signal.Signals]
 ) -> None:
-    async def case(site: Site) -> None:
-        daemon = site.fleet.of(role)[0]
-        async with under_way(site, gates) as stream:
-            deliver([daemon.process.pid], signal.SIGSTOP)  # it finds them all there at once
-            for number in (*signals, signal.SIGCONT):
-                daemon.process.send_signal(number)
-            await until(lambda: unusable(site, role), f"{role} drains")
-            refused = await site.complete("too late")
-            assert refused.status == 503
-            assert refused.retry_after is not None
-            if role == "decode":  # prefill has nothing left to do, and may have ended
-                assert (await site.get(daemon, "/health"))[0] == 503
-                assert not stream.done()
-        assert finished(await stream)
-        assert await ended(site, daemon) == 0
-        late = int(role == "decode")  # prefill had landed before
-        assert re.search(rf": stopped rooms=[1-9]\d* drained={late} cut_off=0$", last_line(site, daemon))
-        await site.restart(daemon)
-        await site.usable()
-        await served(site)
-        await site.settled()
-
-    slow(case)
+    daemon = slow.fleet.of(role)[0]
+    async with under_way(slow, gates) as stream:
+        deliver([daemon.process.pid], signal.SIGSTOP)  # it finds them all there at once
+        for number in (*signals, signal.SIGCONT):
+            daemon.process.send_signal(number)
+        await until(lambda: unusable(slow, role), f"{role} drains")
+        refused = await slow.complete("too late")
+        assert refused.status == 503
+        assert refused.retry_after is not None
+        if role == "decode":  # prefill has nothing left to do, and may have ended
+            assert (await slow.get(daemon, "/health"))[0] == 503
+            assert not stream.done()
+    assert finished(await stream)
+    assert await ended(slow, daemon) == 0
+    late = int(role == "decode")  # prefill had landed before
+    assert re.search(rf": stopped rooms=[1-9]\d* drained={late} cut_off=0$", last_line(slow, daemon))
+    await slow.restart(daemon)
+    await slow.usable()
+    await served(slow)
+    await slow.settled()
 
 
 async def unusable(site: Site, role: str) -> bool:
     return any(each["role"] == role and not each["usable"] for each in (await site.health(site.router))["workers"])
 
 
-def test_a_prefill_that_drains_computes_the_prompt_that_it_has(slow: Running, gates: Gates) -> None:
-    async def case(site: Site) -> None:
-        (text,) = prompts(3, 200)
-        daemon = site.prefill
-        with gates.closed("prefill"):
-            asked = asyncio.ensure_future(site.complete(text))
-            await leased(site)
-            daemon.process.terminate()
-            await until(lambda: unusable(site, "prefill"), "prefill drains")
-        assert right(text, await asked)
-        assert await ended(site, daemon) == 0
-        await site.restart(daemon)
-        await site.usable()
-        await served(site)
-
-    slow(case)
+async def test_a_prefill_that_drains_computes_the_prompt_that_it_has(slow: Site, gates: Gates) -> None:
+    (text,) = prompts(3, 200)
+    daemon = slow.prefill
+    with gates.closed("prefill"):
+        asked = asyncio.ensure_future(slow.complete(text))
+        await leased(slow)
+        daemon.process.terminate()
+        await until(lambda: unusable(slow, "prefill"), "prefill drains")
+    assert right(text, await asked)
+    assert await ended(slow, daemon) == 0
+    await slow.restart(daemon)
+    await slow.usable()
+    await served(slow)
 
 
-def test_a_second_signal_a_while_later_means_now(slow: Running, gates: Gates) -> None:
-    async def case(site: Site) -> None:
-        daemon = site.decode
-        async with under_way(site, gates) as stream:
-            daemon.process.terminate()
-            while daemon.process.returncode is None:
-                await asyncio.sleep(0.2)
-                with_pid(daemon, signal.SIGTERM)
-            events = await stream
-        assert events[-1]["error"]["code"] == "shutdown"
-        assert await ended(site, daemon) == 0
-        assert last_line(site, daemon).endswith(" drained=0 cut_off=1")
-        await site.restart(daemon)
-        await site.usable()
-        await served(site)
-        await site.settled()
-
-    slow(case)
+async def test_a_second_signal_a_while_later_means_now(slow: Site, gates: Gates) -> None:
+    daemon = slow.decode
+    async with under_way(slow, gates) as stream:
+        daemon.process.terminate()
+        while daemon.process.returncode is None:
+            await asyncio.sleep(0.2)
+            with_pid(daemon, signal.SIGTERM)
+        events = await stream
+    assert events[-1]["error"]["code"] == "shutdown"
+    assert await ended(slow, daemon) == 0
+    assert last_line(slow, daemon).endswith(" drained=0 cut_off=1")
+    await slow.restart(daemon)
+    await slow.usable()
+    await served(slow)
+    await slow.settled()
 
 
 def with_pid(daemon: Daemon, number: signal.Signals) -> None:
@@ -232,32 +213,29 @@ def with_pid(daemon: Daemon, number: signal.Signals) -> None:
         daemon.process.send_signal(number)
 
 
-def test_a_router_drains_as_its_workers_do(slow: Running, gates: Gates) -> None:
-    async def case(site: Site) -> None:
-        endpoints = {role: (site.fleet.of(role)[0].ready["endpoint"],) for role in ("prefill", "decode")}
-        config = RouterConfig(listen="127.0.0.1:0", node="router-2", json=True, limits=LIMITS, **endpoints)
-        router = await Daemon.start(config, site.logs / "router-2.log")
-        try:
-            await router.wait_ready()
-            async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
-                second = Site(site.fleet, http, site.configs, site.logs)
-                await until(lambda: is_ready(second, router), "the second router has its workers")
-                async with under_way(second, gates) as stream:
-                    router.process.terminate()
-                    await until(lambda: is_draining(second, router), "it drains")
-                    refused = await second.complete("too late")
-                    assert (refused.status, refused.error["code"]) == (503, "shutdown")
-                    assert not stream.done()
-                assert finished(await stream)
-                assert await ended(site, router) == 0
-                line = last_line(second, router)
-                assert line.endswith(": stopped requests=2 drained=1 cut_off=0"), "the refused one was not under way"
-        finally:
-            await router.stop()
-        await served(site)
-        await site.settled()
-
-    slow(case)
+async def test_a_router_drains_as_its_workers_do(slow: Site, gates: Gates) -> None:
+    endpoints = {role: (slow.fleet.of(role)[0].ready["endpoint"],) for role in ("prefill", "decode")}
+    config = RouterConfig(listen="127.0.0.1:0", node="router-2", json=True, limits=LIMITS, **endpoints)
+    router = await Daemon.start(config, slow.logs / "router-2.log")
+    try:
+        await router.wait_ready()
+        async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
+            second = Site(slow.fleet, http, slow.configs, slow.logs)
+            await until(lambda: is_ready(second, router), "the second router has its workers")
+            async with under_way(second, gates) as stream:
+                router.process.terminate()
+                await until(lambda: is_draining(second, router), "it drains")
+                refused = await second.complete("too late")
+                assert (refused.status, refused.error["code"]) == (503, "shutdown")
+                assert not stream.done()
+            assert finished(await stream)
+            assert await ended(slow, router) == 0
+            line = last_line(second, router)
+            assert line.endswith(": stopped requests=2 drained=1 cut_off=0"), "the refused one was not under way"
+    finally:
+        await router.stop()
+    await served(slow)
+    await slow.settled()
 
 
 async def is_ready(site: Site, router: Daemon) -> bool:
@@ -268,98 +246,86 @@ async def is_draining(site: Site, router: Daemon) -> bool:
     return bool((await site.health(router))["draining"])
 
 
-def test_a_router_that_is_killed_has_its_rooms_stopped(slow: Running, gates: Gates) -> None:
-    async def case(site: Site) -> None:
-        endpoints = {role: (site.fleet.of(role)[0].ready["endpoint"],) for role in ("prefill", "decode")}
-        config = RouterConfig(listen="127.0.0.1:0", node="router-3", json=True, limits=LIMITS, **endpoints)
-        router = await Daemon.start(config, site.logs / "router-3.log")
-        try:
-            await router.wait_ready()
-            async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
-                second = Site(site.fleet, http, site.configs, site.logs)
-                await until(lambda: is_ready(second, router), "the third router has its workers")
-                with gates.closed("decode"):
-                    events = second.events("left alone", max_tokens=400)
-                    async for _ in events:
-                        break
-                    router.process.kill()
-                    await router.process.wait()
-                    await site.settled()
-                with pytest.raises(aiohttp.ClientError):
-                    async for _ in events:  # what it has sent before it died may lie here
-                        pass
-        finally:
-            await router.stop()
-        await served(site)
-
-    slow(case)
+async def test_a_router_that_is_killed_has_its_rooms_stopped(slow: Site, gates: Gates) -> None:
+    endpoints = {role: (slow.fleet.of(role)[0].ready["endpoint"],) for role in ("prefill", "decode")}
+    config = RouterConfig(listen="127.0.0.1:0", node="router-3", json=True, limits=LIMITS, **endpoints)
+    router = await Daemon.start(config, slow.logs / "router-3.log")
+    try:
+        await router.wait_ready()
+        async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
+            second = Site(slow.fleet, http, slow.configs, slow.logs)
+            await until(lambda: is_ready(second, router), "the third router has its workers")
+            with gates.closed("decode"):
+                events = second.events("left alone", max_tokens=400)
+                async for _ in events:
+                    break
+                router.process.kill()
+                await router.process.wait()
+                await slow.settled()
+            with pytest.raises(aiohttp.ClientError):
+                async for _ in events:  # what it has sent before it died may lie here
+                    pass
+    finally:
+        await router.stop()
+    await served(slow)
 
 
 # Engines that break
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(
-        tmp_path_factory.mktemp("f"),
-        prefills=[prefill(model="plain", fault="break") | {"engine": ENGINE}],
-        decodes=[decode(model="plain", fault="babble") | {"engine": ENGINE}],
-    ) as made:
-        yield made
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
+    yield from standing(
+        running(
+            tmp_path_factory.mktemp("f"),
+            prefills=[prefill(model="plain", fault="break") | {"engine": ENGINE}],
+            decodes=[decode(model="plain", fault="babble") | {"engine": ENGINE}],
+        )
+    )
 
 
-def test_an_engine_that_breaks_on_a_request_fails_it_alone(faulty: Running) -> None:
-    async def case(site: Site) -> None:
-        texts = prompts(4, *[50] * 4)
-        answers = await asyncio.gather(*(site.complete(text) for text in [*texts, "?marked"]))
-        assert all(map(right, texts, answers)), answers
-        assert answers[-1].status == 500
-        assert answers[-1].error["code"] == "engine"
-        assert "as the test wants it" in answers[-1].error["message"]
-        await site.settled()
-
-    faulty(case)
+async def test_an_engine_that_breaks_on_a_request_fails_it_alone(faulty: Site) -> None:
+    texts = prompts(4, *[50] * 4)
+    answers = await asyncio.gather(*(faulty.complete(text) for text in [*texts, "?marked"]))
+    assert all(map(right, texts, answers)), answers
+    assert answers[-1].status == 500
+    assert answers[-1].error["code"] == "engine"
+    assert "as the test wants it" in answers[-1].error["message"]
+    await faulty.settled()
 
 
-def test_an_engine_that_breaks_down_ends_its_daemon_with_a_traceback_and_status_1(
+async def test_an_engine_that_breaks_down_ends_its_daemon_with_a_traceback_and_status_1(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     logs = tmp_path_factory.mktemp("f")
     dies = decode(model="plain", fault="die") | {"engine": ENGINE}
-    with running(logs, ends_as=(1,), prefills=[prefill()], decodes=[dies]) as on:
-
-        async def case(site: Site) -> None:
-            answer = await site.complete("?marked")
-            assert answer.status in (500, 503)
-            async with asyncio.timeout(PATIENCE_S):
-                assert await site.decode.process.wait() == 1
-            log = site.log(site.decode)
-            assert "as the test wants it" in log
-            assert log.count("Traceback") == 1
-            site.decode.log.write_text("")  # it was expected
-            assert (await site.complete("nobody there")).status == 503
-            await until(lambda: nothing_held(site), "prefill holds nothing")
-
-        on(case)
+    async with running(logs, ends_as=(1,), prefills=[prefill()], decodes=[dies]) as site:
+        answer = await site.complete("?marked")
+        assert answer.status in (500, 503)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await site.decode.process.wait() == 1
+        log = site.log(site.decode)
+        assert "as the test wants it" in log
+        assert log.count("Traceback") == 1
+        site.decode.log.write_text("")  # it was expected
+        assert (await site.complete("nobody there")).status == 503
+        await until(lambda: nothing_held(site), "prefill holds nothing")
 
 
 async def nothing_held(site: Site) -> bool:
     return not await site.holds(site.prefill)
 
 
-def test_the_fleets_processes_inherit_no_descriptors_of_ours(slow: Running) -> None:
-    async def case(site: Site) -> None:
-        reading, writing = os.pipe()
-        os.set_inheritable(writing, True)
-        daemon = await Daemon.start(
-            RouterConfig(listen="127.0.0.1:0", node="router-4", json=True), site.logs / "router-4.log"
-        )
-        try:
-            await daemon.wait_ready()
-            os.close(writing)
-            assert os.read(reading, 1) == b""  # the other end is nowhere else
-        finally:
-            os.close(reading)
-            assert await daemon.stop() == 0
-
-    slow(case)
+async def test_the_fleets_processes_inherit_no_descriptors_of_ours(slow: Site) -> None:
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    daemon = await Daemon.start(
+        RouterConfig(listen="127.0.0.1:0", node="router-4", json=True), slow.logs / "router-4.log"
+    )
+    try:
+        await daemon.wait_ready()
+        os.close(writing)
+        assert os.read(reading, 1) == b""  # the other end is nowhere else
+    finally:
+        os.close(reading)
+        assert await daemon.stop() == 0

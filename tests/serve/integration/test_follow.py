@@ -37,15 +37,15 @@ async def lines(site: Site, role: str, request_id: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_request_is_one_line_in_each_process_and_one_trace(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_a_request_is_one_line_in_each_process_and_one_trace(tmp_path_factory: pytest.TempPathFactory) -> None:
     with collector() as took:
         own = {"log_format": "json", "otlp": took.url}
-        with running(
+        async with running(
             tmp_path_factory.mktemp("f"), ends_as=(-signal.SIGKILL,), router=own, prefills=[own], decodes=[own]
-        ) as on:
-            on(follow)
-            on(lambda _: until(lambda: "decode" in [span.name for span in took.spans()], "decode has sent its spans"))
-            on(lose)
+        ) as site:
+            await follow(site)
+            await until(lambda: "decode" in [span.name for span in took.spans()], "decode has sent its spans")
+            await lose(site)
         check(took)
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.bus.keys import generate
-from tests.support.fleets import GQA, Running, Site, equal, generated, prompts, running
+from tests.support.fleets import GQA, Site, equal, generated, prompts, running
 from tests.support.paths import REPO
-from tests.support.waiting import until
+from tests.support.waiting import Running, standing, until
 
 GROUP = {"engine_option": GQA, "tp_size": 2}
 STRANGERS = "pdtransfer_bus_strangers_total"
@@ -25,7 +25,7 @@ KEYS = ("front", "p", "p-tp1", "d", "d-tp1")  # nobody's node goes by the name o
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
     directory = tmp_path_factory.mktemp("k")
     lines = {name: generate(directory / name) for name in KEYS}
     for owner, listed in {
@@ -38,13 +38,14 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     def keys(name: str) -> dict[str, Path]:
         return {"key": directory / f"{name}.key", "allow": directory / f"{name}.allow"}
 
-    with running(
-        tmp_path_factory.mktemp("f"),
-        prefills=[GROUP | keys("p") | {"chunk_tokens": 16}],
-        decodes=[GROUP | keys("d") | {"verify": True}],
-        router=keys("front"),
-    ) as made:
-        yield made
+    yield from standing(
+        running(
+            tmp_path_factory.mktemp("f"),
+            prefills=[GROUP | keys("p") | {"chunk_tokens": 16}],
+            decodes=[GROUP | keys("d") | {"verify": True}],
+            router=keys("front"),
+        )
+    )
 
 
 async def on_ranks(site: Site, role: str, name: str) -> list[float]:
@@ -70,55 +71,50 @@ async def all_given_back(site: Site) -> None:
     assert await on_ranks(site, "decode", "pdtransfer_slots") == await on_ranks(site, "decode", "pdtransfer_slots_free")
 
 
-def test_ranks_with_keys_of_their_own_answer_as_one_process_verified_and_from_the_prefix_cache(keyed: Running) -> None:
+async def test_ranks_with_keys_of_their_own_answer_as_one_process_verified_and_from_the_prefix_cache(
+    site: Site,
+) -> None:
     texts = prompts(7, 1, 40, 150, 90)
-
-    async def case(site: Site) -> None:
-        strangers = {role: await on_ranks(site, role, STRANGERS) for role in ("prefill", "decode")}
-        cached = []
-        for _ in range(2):
-            answers = await asyncio.gather(*(site.complete(text) for text in texts))
-            for text, answer in zip(texts, answers, strict=True):
-                assert equal(answer, generated(text, options=GQA)), answer
-            cached.append([answer.body["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers])
-        assert cached == [[0, 0, 0, 0], [0, 0, 128, 64]]
-        verified = await on_ranks(site, "decode", "pdtransfer_grants_verified_total")
-        assert min(verified) >= 2 * len(texts), "on either rank, the rows of each room"
-        assert await on_ranks(site, "decode", "pdtransfer_grants_mismatched_total") == [0, 0]
-        for role, before in strangers.items():
-            assert await on_ranks(site, role, STRANGERS) == before
-        assert await on_ranks(site, "prefill", "pdtransfer_sessions") == [2, 2]
-        await all_given_back(site)
-
-    keyed(case)
+    strangers = {role: await on_ranks(site, role, STRANGERS) for role in ("prefill", "decode")}
+    cached = []
+    for _ in range(2):
+        answers = await asyncio.gather(*(site.complete(text) for text in texts))
+        for text, answer in zip(texts, answers, strict=True):
+            assert equal(answer, generated(text, options=GQA)), answer
+        cached.append([answer.body["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers])
+    assert cached == [[0, 0, 0, 0], [0, 0, 128, 64]]
+    verified = await on_ranks(site, "decode", "pdtransfer_grants_verified_total")
+    assert min(verified) >= 2 * len(texts), "on either rank, the rows of each room"
+    assert await on_ranks(site, "decode", "pdtransfer_grants_mismatched_total") == [0, 0]
+    for role, before in strangers.items():
+        assert await on_ranks(site, role, STRANGERS) == before
+    assert await on_ranks(site, "prefill", "pdtransfer_sessions") == [2, 2]
+    await all_given_back(site)
 
 
 @pytest.mark.full
-def test_what_a_leader_reads_anew_at_a_hangup_its_ranks_read_anew_as_well(keyed: Running) -> None:
-    async def case(site: Site) -> None:
-        allow = site.configs["prefill-0"].allow
-        before = allow.read_text()
-        await site.served(options=GQA)
+async def test_what_a_leader_reads_anew_at_a_hangup_its_ranks_read_anew_as_well(site: Site) -> None:
+    allow = site.configs["prefill-0"].allow
+    before = allow.read_text()
+    await site.served(options=GQA)
 
-        async def sessions(count: int) -> bool:
-            return await on_ranks(site, "prefill", "pdtransfer_sessions") == [count, count]
+    async def sessions(count: int) -> bool:
+        return await on_ranks(site, "prefill", "pdtransfer_sessions") == [count, count]
 
-        try:
-            allow.write_text("".join(line for line in before.splitlines(keepends=True) if "d-tp1" not in line))
-            site.prefill.process.send_signal(signal.SIGHUP)
-            await until(lambda: sessions(1), "no rank serves the rank whose key is gone")
-            assert (await site.complete("does it work")).status != 200
-        finally:
-            allow.write_text(before)
-            site.prefill.process.send_signal(signal.SIGHUP)
+    try:
+        allow.write_text("".join(line for line in before.splitlines(keepends=True) if "d-tp1" not in line))
+        site.prefill.process.send_signal(signal.SIGHUP)
+        await until(lambda: sessions(1), "no rank serves the rank whose key is gone")
+        assert (await site.complete("does it work")).status != 200
+    finally:
+        allow.write_text(before)
+        site.prefill.process.send_signal(signal.SIGHUP)
 
-        async def served() -> bool:
-            return (await site.complete("does it work")).status == 200
+    async def served() -> bool:
+        return (await site.complete("does it work")).status == 200
 
-        await until(served, "it is listed again")
-        await all_given_back(site)
-
-    keyed(case)
+    await until(served, "it is listed again")
+    await all_given_back(site)
 
 
 def test_a_rank_without_a_key_of_its_own_is_reported_with_the_command_that_makes_it(tmp_path: Path) -> None:

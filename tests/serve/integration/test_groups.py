@@ -19,7 +19,6 @@ from pdtransfer.serve.process.fleet import Daemon
 from tests.support.fleets import (
     ENGINE,
     Gates,
-    Running,
     Site,
     equal,
     followers,
@@ -29,7 +28,7 @@ from tests.support.fleets import (
     running,
 )
 from tests.support.paths import REPO
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, Running, standing, until
 
 OPTIONS = ("layers=2", "kv_heads=1")
 GQA = {"engine_option": OPTIONS}
@@ -42,15 +41,16 @@ def gated(gates: Gates) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running]:
+def group(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running[Site]]:
     """Two stages of two ranks, and two ranks of 40 ms a step, that all share one key-value head."""
-    with running(
-        tmp_path_factory.mktemp("g"),
-        ends_as=(1, -signal.SIGKILL),
-        prefills=[gated(gates) | {"pp_size": 2}],
-        decodes=[SLOW | {"tp_size": 2}],
-    ) as made:
-        yield made
+    yield from standing(
+        running(
+            tmp_path_factory.mktemp("g"),
+            ends_as=(1, -signal.SIGKILL),
+            prefills=[gated(gates) | {"pp_size": 2}],
+            decodes=[SLOW | {"tp_size": 2}],
+        )
+    )
 
 
 def alive(pid: int) -> bool:
@@ -62,72 +62,68 @@ def maps(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_prompts_through_ranks_are_answered_as_by_one_process(group: Running) -> None:
+async def test_prompts_through_ranks_are_answered_as_by_one_process(group: Site) -> None:
     texts = prompts(3, 1, 40, 150, 90)
-
-    async def case(site: Site) -> None:
-        answers = await asyncio.gather(*(site.complete(text) for text in texts))
-        for text, answer in zip(texts, answers, strict=True):
-            assert equal(answer, generated(text, options=OPTIONS)), answer
-        await site.settled()
-
-    group(case)
+    answers = await asyncio.gather(*(group.complete(text) for text in texts))
+    for text, answer in zip(texts, answers, strict=True):
+        assert equal(answer, generated(text, options=OPTIONS)), answer
+    await group.settled()
 
 
-def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Running, gates: Gates) -> None:
-    async def case(site: Site) -> None:
-        (long, short) = prompts(4, 300, 20)
+async def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Site, gates: Gates) -> None:
+    (long, short) = prompts(4, 300, 20)
 
-        async def computing() -> bool:
-            return bool((await site.metrics(site.decode))["pdtransfer_leases"])
+    async def computing() -> bool:
+        return bool((await group.metrics(group.decode))["pdtransfer_leases"])
 
-        with gates.closed("prefill"):
-            asked = asyncio.ensure_future(site.complete(long))
-            await until(computing)
-            asked.cancel()
-        events = site.events(short, max_tokens=200)
-        async for _ in events:
-            break
-        await events.aclose()
-        await site.settled()
-        answer = await site.complete(short)
-        assert equal(answer, generated(short, options=OPTIONS)), answer
-
-    group(case)
+    with gates.closed("prefill"):
+        asked = asyncio.ensure_future(group.complete(long))
+        await until(computing)
+        asked.cancel()
+    events = group.events(short, max_tokens=200)
+    async for _ in events:
+        break
+    await events.aclose()
+    await group.settled()
+    answer = await group.complete(short)
+    assert equal(answer, generated(short, options=OPTIONS)), answer
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running]:
+def two(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running[Site]]:
     """Two ranks before one that is alone."""
-    with running(tmp_path_factory.mktemp("t"), ends_as=(1,), prefills=[gated(gates)], decodes=[GQA]) as made:
-        yield made
+    yield from standing(running(tmp_path_factory.mktemp("t"), ends_as=(1,), prefills=[gated(gates)], decodes=[GQA]))
 
 
-@pytest.mark.parametrize(("fleet", "role"), [("two", "prefill"), ("group", "decode")], ids=["prefill", "decode"])
-def test_a_killed_rank_ends_its_worker_and_what_it_was_doing_with_its_name(
-    request: pytest.FixtureRequest, gates: Gates, fleet: str, role: str
+@pytest.fixture
+def either(request: pytest.FixtureRequest) -> Running[Site]:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize(
+    ("either", "role"), [("two", "prefill"), ("group", "decode")], ids=["prefill", "decode"], indirect=["either"]
+)
+async def test_a_killed_rank_ends_its_worker_and_what_it_was_doing_with_its_name(
+    either: Site, gates: Gates, role: str
 ) -> None:
-    async def case(site: Site) -> None:
-        daemon = site.prefill if role == "prefill" else site.decode
-        (text,) = prompts(5, 300)
+    daemon = either.prefill if role == "prefill" else either.decode
+    (text,) = prompts(5, 300)
 
-        async def busy() -> bool:
-            return bool((await site.metrics(daemon))["pdtransfer_rooms"])
+    async def busy() -> bool:
+        return bool((await either.metrics(daemon))["pdtransfer_rooms"])
 
-        with gates.closed("prefill"):
-            asked = asyncio.ensure_future(site.complete(text, max_tokens=200))
-            await until(busy)
-            (pid,) = followers(daemon)
-            os.kill(pid, signal.SIGKILL)
-        answer = await asyncio.wait_for(asked, PATIENCE_S)
-        assert answer.status == 500, answer
-        assert f"rank tp1 ({role}-0-tp1) of this worker" in answer.error["message"], answer
-        again = await ended_with_1(site, daemon)
-        answer = await site.complete(text)
-        assert equal(answer, generated(text, options=OPTIONS)), answer
-        assert len(followers(again)) == 1
-
-    request.getfixturevalue(fleet)(case)
+    with gates.closed("prefill"):
+        asked = asyncio.ensure_future(either.complete(text, max_tokens=200))
+        await until(busy)
+        (pid,) = followers(daemon)
+        os.kill(pid, signal.SIGKILL)
+    answer = await asyncio.wait_for(asked, PATIENCE_S)
+    assert answer.status == 500, answer
+    assert f"rank tp1 ({role}-0-tp1) of this worker" in answer.error["message"], answer
+    again = await ended_with_1(either, daemon)
+    answer = await either.complete(text)
+    assert equal(answer, generated(text, options=OPTIONS)), answer
+    assert len(followers(again)) == 1
 
 
 async def ended_with_1(site: Site, daemon: Daemon) -> Daemon:
@@ -140,67 +136,58 @@ async def ended_with_1(site: Site, daemon: Daemon) -> Daemon:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_frozen_rank_ends_its_worker_as_a_dead_one_does(group: Running) -> None:
-    async def case(site: Site) -> None:
-        events = site.events("goes on for long", max_tokens=1_000)
-        async for _ in events:
-            break
-        daemon, (pid,) = site.decode, followers(site.decode)
-        os.kill(pid, signal.SIGSTOP)
-        last = [event async for event in events][-1]
-        assert "rank tp1 (decode-0-tp1) of this worker is lost: it has been silent" in last["error"]["message"], last
-        await ended_with_1(site, daemon)
-        assert not alive(pid), "its leader does not leave it behind"
-
-    group(case)
+async def test_a_frozen_rank_ends_its_worker_as_a_dead_one_does(group: Site) -> None:
+    events = group.events("goes on for long", max_tokens=1_000)
+    async for _ in events:
+        break
+    daemon, (pid,) = group.decode, followers(group.decode)
+    os.kill(pid, signal.SIGSTOP)
+    last = [event async for event in events][-1]
+    assert "rank tp1 (decode-0-tp1) of this worker is lost: it has been silent" in last["error"]["message"], last
+    await ended_with_1(group, daemon)
+    assert not alive(pid), "its leader does not leave it behind"
 
 
 @pytest.mark.full
-def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(group: Running) -> None:
-    async def case(site: Site) -> None:
-        daemon = site.decode
-        pids = followers(daemon)
-        assert len(pids) == 1
-        daemon.process.kill()
-        await daemon.process.wait()
+async def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(group: Site) -> None:
+    daemon = group.decode
+    pids = followers(daemon)
+    assert len(pids) == 1
+    daemon.process.kill()
+    await daemon.process.wait()
 
-        async def gone() -> bool:
-            return not any(map(alive, pids))
+    async def gone() -> bool:
+        return not any(map(alive, pids))
 
-        await until(gone)
-        await site.restart(daemon)
-        await site.usable()
-
-    group(case)
+    await until(gone)
+    await group.restart(daemon)
+    await group.usable()
 
 
-def test_a_rank_that_is_asked_to_end_takes_its_worker_through_a_drain(two: Running, gates: Gates) -> None:
-    async def case(site: Site) -> None:
-        (text,) = prompts(6, 200)
+async def test_a_rank_that_is_asked_to_end_takes_its_worker_through_a_drain(two: Site, gates: Gates) -> None:
+    (text,) = prompts(6, 200)
 
-        async def busy() -> bool:
-            return bool((await site.metrics(site.prefill))["pdtransfer_rooms"])
+    async def busy() -> bool:
+        return bool((await two.metrics(two.prefill))["pdtransfer_rooms"])
 
-        async def drains() -> bool:
-            workers = (await site.health(site.router))["workers"]
-            return any(worker["role"] == "prefill" and not worker["usable"] for worker in workers)
+    async def drains() -> bool:
+        workers = (await two.health(two.router))["workers"]
+        return any(worker["role"] == "prefill" and not worker["usable"] for worker in workers)
 
-        with gates.closed("prefill"):
-            asked = asyncio.ensure_future(site.complete(text))
-            await until(busy)
-            (pid,) = followers(site.prefill)
-            os.kill(pid, signal.SIGTERM)
-            await until(drains)
-        answer = await asyncio.wait_for(asked, PATIENCE_S)
-        assert equal(answer, generated(text, options=OPTIONS)), "what was under way has its end"
-        assert await asyncio.wait_for(site.prefill.process.wait(), PATIENCE_S) == 0
-        log = site.log(site.prefill).splitlines()
-        assert any(line.endswith(": stopped") for line in log), "the rank that was asked"
-        assert any(line.endswith(" drained=1 cut_off=0") for line in log), "its leader, which has the rooms"
-        await site.restart(site.prefill)
-        await site.usable()
-
-    two(case)
+    with gates.closed("prefill"):
+        asked = asyncio.ensure_future(two.complete(text))
+        await until(busy)
+        (pid,) = followers(two.prefill)
+        os.kill(pid, signal.SIGTERM)
+        await until(drains)
+    answer = await asyncio.wait_for(asked, PATIENCE_S)
+    assert equal(answer, generated(text, options=OPTIONS)), "what was under way has its end"
+    assert await asyncio.wait_for(two.prefill.process.wait(), PATIENCE_S) == 0
+    log = two.log(two.prefill).splitlines()
+    assert any(line.endswith(": stopped") for line in log), "the rank that was asked"
+    assert any(line.endswith(" drained=1 cut_off=0") for line in log), "its leader, which has the rooms"
+    await two.restart(two.prefill)
+    await two.usable()
 
 
 def start(*flags: str) -> subprocess.Popen[str]:
@@ -235,32 +222,26 @@ def test_ranks_that_are_started_one_by_one_find_each_other_and_report_where_they
             each.communicate()
 
 
-def test_no_rank_of_a_worker_without_a_model_loads_torch(group: Running) -> None:
-    async def case(site: Site) -> None:
-        await site.served(options=OPTIONS)
-        for daemon in (site.prefill, site.decode):
-            for pid in (daemon.process.pid, *followers(daemon)):
-                assert "numpy" in maps(pid)
-                assert "libtorch" not in maps(pid)
-
-    group(case)
+async def test_no_rank_of_a_worker_without_a_model_loads_torch(group: Site) -> None:
+    await group.served(options=OPTIONS)
+    for daemon in (group.prefill, group.decode):
+        for pid in (daemon.process.pid, *followers(daemon)):
+            assert "numpy" in maps(pid)
+            assert "libtorch" not in maps(pid)
 
 
 @pytest.mark.full
-def test_an_idle_group_costs_next_to_nothing(group: Running) -> None:
-    async def case(site: Site) -> None:
-        await site.settled()
-        pids = [site.prefill.process.pid, *followers(site.prefill), site.decode.process.pid, *followers(site.decode)]
+async def test_an_idle_group_costs_next_to_nothing(group: Site) -> None:
+    await group.settled()
+    pids = [group.prefill.process.pid, *followers(group.prefill), group.decode.process.pid, *followers(group.decode)]
 
-        def ticks() -> int:
-            stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-            return sum(int(stat[11]) + int(stat[12]) for stat in stats)
+    def ticks() -> int:
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+        return sum(int(stat[11]) + int(stat[12]) for stat in stats)
 
-        async def idle() -> bool:
-            before, since = ticks(), time.monotonic()
-            await asyncio.sleep(1)
-            return (ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - since) / len(pids) < 0.05
+    async def idle() -> bool:
+        before, since = ticks(), time.monotonic()
+        await asyncio.sleep(1)
+        return (ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - since) / len(pids) < 0.05
 
-        await until(idle, "a rank that polls would use a tenth of a core, always")
-
-    group(case)
+    await until(idle, "a rank that polls would use a tenth of a core, always")

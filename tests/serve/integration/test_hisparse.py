@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.serve.engines.generation import Generation
-from tests.support.fleets import ENGINE, LIMITS, MLA, SLOTS, Gates, Running, Site, equal, generated, prompts, running
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.fleets import ENGINE, LIMITS, MLA, SLOTS, Gates, Site, equal, generated, prompts, running
+from tests.support.waiting import PATIENCE_S, Running, standing, until
 
 OPTION = (*MLA, "top_k=16", "index_share=1")
 BOTH = {"mla": OPTION, "gqa": (*OPTION, "kv_heads=4")}
@@ -43,63 +43,62 @@ DECODE = {
     ],
     ids="{0[0]}-tp{0[1]}".format,
 )
-def sparse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Running]]:
+def of(request: pytest.FixtureRequest) -> tuple[str, int]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def attention(of: tuple[str, int]) -> str:
+    return of[0]
+
+
+@pytest.fixture(scope="module")
+def site(of: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
     """One decode process, or two of half the heads."""
-    attention, tp_size = request.param
+    attention, tp_size = of
     both = {"engine_option": BOTH[attention]}
     decode = both | DECODE | LAYOUTS[attention] | {"tp_size": tp_size}
-    with running(tmp_path_factory.mktemp("f"), prefills=[both], decodes=[decode]) as made:
-        yield attention, made
+    yield from standing(running(tmp_path_factory.mktemp("f"), prefills=[both], decodes=[decode]))
 
 
-def test_sparse_and_dense_requests_side_by_side_are_answered_as_by_a_single_process(
-    sparse: tuple[str, Running],
+async def test_sparse_and_dense_requests_side_by_side_are_answered_as_by_a_single_process(
+    attention: str, site: Site
 ) -> None:
-    attention, on = sparse
     wanted = expected(attention)
-
-    async def case(site: Site) -> None:
-        asked = [(text, kind) for text in TEXTS for kind in (True, False)]
-        answers = await asyncio.gather(*(site.complete(text, enable_hisparse=kind) for text, kind in asked))
-        for index, ((_, kind), answer) in enumerate(zip(asked, answers, strict=True)):
-            assert equal(answer, wanted[index // 2]), answer
-            assert answer.facts["enable_hisparse"] is kind
-        await site.settled()
-        m = await site.metrics(site.decode)
-        assert m["pdtransfer_hot_misses_total"] >= 2 * 16 * 4  # the first step of each long one, in two groups
-        assert m["pdtransfer_preloaded_bytes_total"] > 0
-        # Nothing is copied up on the CPU, and nothing moves twice.
-        assert m["pdtransfer_admission_bytes_total"] == m["pdtransfer_preloaded_bytes_total"]
-        assert m["pdtransfer_index_copies_total"] == 0
-        assert (m["pdtransfer_hisparse_running"], m["pdtransfer_hisparse_waiting"]) == (0, 0)
-
-    on(case)
+    asked = [(text, kind) for text in TEXTS for kind in (True, False)]
+    answers = await asyncio.gather(*(site.complete(text, enable_hisparse=kind) for text, kind in asked))
+    for index, ((_, kind), answer) in enumerate(zip(asked, answers, strict=True)):
+        assert equal(answer, wanted[index // 2]), answer
+        assert answer.facts["enable_hisparse"] is kind
+    await site.settled()
+    m = await site.metrics(site.decode)
+    assert m["pdtransfer_hot_misses_total"] >= 2 * 16 * 4  # the first step of each long one, in two groups
+    assert m["pdtransfer_preloaded_bytes_total"] > 0
+    # Nothing is copied up on the CPU, and nothing moves twice.
+    assert m["pdtransfer_admission_bytes_total"] == m["pdtransfer_preloaded_bytes_total"]
+    assert m["pdtransfer_index_copies_total"] == 0
+    assert (m["pdtransfer_hisparse_running"], m["pdtransfer_hisparse_waiting"]) == (0, 0)
 
 
-def test_a_request_that_can_never_fit_is_refused_and_whoever_hangs_up_leaves_nothing(
-    sparse: tuple[str, Running],
+async def test_a_request_that_can_never_fit_is_refused_and_whoever_hangs_up_leaves_nothing(
+    attention: str, site: Site
 ) -> None:
-    attention, on = sparse
     wanted = expected(attention)
-
-    async def case(site: Site) -> None:
-        long = await site.complete("x" * SLOTS, enable_hisparse=True)
-        assert long.status == 400, long
-        async for _ in site.events(TEXTS[7], max_tokens=500, enable_hisparse=True):
-            break
-        asked = [asyncio.ensure_future(site.complete(TEXTS[at], enable_hisparse=True)) for at in (4, 5, 6)]
-        events = site.events(TEXTS[7], max_tokens=500, enable_hisparse=True)
-        for _ in range(3):  # it has had a place, and may have been retracted since
-            await anext(events)
-        await events.aclose()
-        for index, each in enumerate(asked, 4):
-            assert equal(await each, wanted[index])
-        await site.settled()
-
-    on(case)
+    long = await site.complete("x" * SLOTS, enable_hisparse=True)
+    assert long.status == 400, long
+    async for _ in site.events(TEXTS[7], max_tokens=500, enable_hisparse=True):
+        break
+    asked = [asyncio.ensure_future(site.complete(TEXTS[at], enable_hisparse=True)) for at in (4, 5, 6)]
+    events = site.events(TEXTS[7], max_tokens=500, enable_hisparse=True)
+    for _ in range(3):  # it has had a place, and may have been retracted since
+        await anext(events)
+    await events.aclose()
+    for index, each in enumerate(asked, 4):
+        assert equal(await each, wanted[index])
+    await site.settled()
 
 
-def test_a_full_queue_for_the_device_is_429_with_retry_after_and_dense_requests_are_served(
+async def test_a_full_queue_for_the_device_is_429_with_retry_after_and_dense_requests_are_served(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     gates = Gates(tmp_path_factory.mktemp("gates"))
@@ -111,44 +110,36 @@ def test_a_full_queue_for_the_device_is_429_with_retry_after_and_dense_requests_
         "engine_option": (*OPTION, f"gates={gates.directory}"),
         "limits": replace(LIMITS, hisparse_queue_max=2),
     }
-    with running(tmp_path_factory.mktemp("f"), prefills=[{"engine_option": OPTION}], decodes=[narrow]) as on:
-
-        async def case(site: Site) -> None:
-            text = TEXTS[5]
-            wanted = expected("mla")[5]
-            assert equal(await site.complete(text, enable_hisparse=True), wanted)  # the session is up
-            with gates.closed("decode"):
-                asked = [asyncio.ensure_future(site.complete(text, enable_hisparse=True)) for _ in range(8)]
-                await until(lambda: any(each.done() for each in asked), "some are turned away")
-                dense = asyncio.ensure_future(site.complete(text, enable_hisparse=False))
-            answers = await asyncio.gather(*asked)
-            full = [answer for answer in answers if answer.status == 429]
-            assert full
-            assert len(full) <= 6, "two of them had places to wait in"
-            for answer in full:
-                assert answer.error["code"] == "full"
-                assert answer.error["type"] == "rate_limit_error"
-                assert answer.retry_after is not None
-                assert int(answer.retry_after) >= 1
-            assert all(equal(answer, wanted) for answer in answers if answer.status != 429)
-            assert equal(await dense, wanted)
-            await site.settled()
-
-        on(case)
+    async with running(tmp_path_factory.mktemp("f"), prefills=[{"engine_option": OPTION}], decodes=[narrow]) as site:
+        text = TEXTS[5]
+        wanted = expected("mla")[5]
+        assert equal(await site.complete(text, enable_hisparse=True), wanted)  # the session is up
+        with gates.closed("decode"):
+            asked = [asyncio.ensure_future(site.complete(text, enable_hisparse=True)) for _ in range(8)]
+            await until(lambda: any(each.done() for each in asked), "some are turned away")
+            dense = asyncio.ensure_future(site.complete(text, enable_hisparse=False))
+        answers = await asyncio.gather(*asked)
+        full = [answer for answer in answers if answer.status == 429]
+        assert full
+        assert len(full) <= 6, "two of them had places to wait in"
+        for answer in full:
+            assert answer.error["code"] == "full"
+            assert answer.error["type"] == "rate_limit_error"
+            assert answer.retry_after is not None
+            assert int(answer.retry_after) >= 1
+        assert all(equal(answer, wanted) for answer in answers if answer.status != 429)
+        assert equal(await dense, wanted)
+        await site.settled()
 
 
 @pytest.mark.full
-def test_a_rank_that_is_refused_a_place_that_its_leader_has_ends_the_worker(tmp_path: Path) -> None:
+async def test_a_rank_that_is_refused_a_place_that_its_leader_has_ends_the_worker(tmp_path: Path) -> None:
     option = (*OPTION, "fault=refuse")
     decode = DECODE | {"engine": ENGINE, "engine_option": option, "tp_size": 2}
-
-    async def case(site: Site) -> None:
+    async with running(tmp_path, ends_as=(1,), prefills=[{"engine_option": OPTION}], decodes=[decode]) as site:
         assert equal(await site.complete(TEXTS[6], enable_hisparse=True), expected("mla")[6])
         answer = await asyncio.wait_for(site.complete("?" + TEXTS[6], enable_hisparse=True), PATIENCE_S)
         assert answer.status == 500, answer
         assert "rank tp1 (decode-0-tp1) of this worker" in answer.error["message"], answer
         assert await asyncio.wait_for(site.decode.process.wait(), PATIENCE_S) == 1
         assert "the engine stops: rank 1 runs other HiSparse requests" in site.log(site.decode)
-
-    with running(tmp_path, ends_as=(1,), prefills=[{"engine_option": OPTION}], decodes=[decode]) as made:
-        made(case)

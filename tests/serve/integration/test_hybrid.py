@@ -8,7 +8,7 @@ import pytest
 
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
 from pdtransfer.serve.commands.cli import main
-from tests.support.fleets import Site, equal, generated, prompts, running
+from tests.support.fleets import equal, generated, prompts, running
 
 OPTIONS = {"pools": "deepseek_v4", "requests": "12", "window_tokens": "48"}
 DECODES = [
@@ -30,14 +30,14 @@ def _options(**more: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("host_layout", "page_tokens", "index"), DECODES)
-def test_daemons_of_a_hybrid_model_serve_from_every_host_layout(
+async def test_daemons_of_a_hybrid_model_serve_from_every_host_layout(
     tmp_path_factory: pytest.TempPathFactory, host_layout: str, page_tokens: int, index: str
 ) -> None:
     prefill = {"slots": 8_192, "chunk_tokens": 100, "engine_option": _options()}
     decode = {"host_layout": host_layout, "slots": 8_192, "verify": True}
     decode["engine_option"] = _options(page_tokens=str(page_tokens), index_memory=index)
-
-    async def case(site: Site) -> None:
+    logs = tmp_path_factory.mktemp("f")
+    async with running(logs, prefills=[prefill], decodes=[decode]) as site:
         answers = await asyncio.gather(*(site.complete(each, max_tokens=20) for each in TEXTS))
         again = await site.complete(LONG, max_tokens=150)
         for text, answer in zip(TEXTS, answers, strict=True):
@@ -46,10 +46,6 @@ def test_daemons_of_a_hybrid_model_serve_from_every_host_layout(
         assert again.body["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
         await site.settled()
         assert (await site.metrics(site.decode))["pdtransfer_grants_mismatched_total"] == 0
-
-    logs = tmp_path_factory.mktemp("f")
-    with running(logs, prefills=[prefill], decodes=[decode]) as on:
-        on(case)
 
 
 def test_a_host_layout_that_a_component_does_not_have_is_one_line_with_both_names(

@@ -13,14 +13,14 @@ import zmq
 
 from pdtransfer.bus.keys import generate
 from pdtransfer.wire import Hello, Identity, Ranks, encode
-from tests.support.fleets import Running, Site, equal, generated, prompts, running
-from tests.support.waiting import until
+from tests.support.fleets import Site, equal, generated, prompts, running
+from tests.support.waiting import Running, standing, until
 
 NODES = ("router", "prefill-0", "decode-0", "decode-1")
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
     """Of two decodes the second is unknown to the prefill, though the router knows it."""
     directory = tmp_path_factory.mktemp("k")
     lines = {node: generate(directory / node) for node in NODES}
@@ -30,167 +30,146 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     def keys(node: str, allow: str) -> dict[str, Path]:
         return {"key": directory / f"{node}.key", "allow": directory / allow}
 
-    with running(
-        tmp_path_factory.mktemp("f"),
-        prefills=[keys("prefill-0", "prefills")],
-        decodes=[keys("decode-0", "all"), keys("decode-1", "all")],
-        router=keys("router", "all"),
-    ) as made:
-        yield made
+    yield from standing(
+        running(
+            tmp_path_factory.mktemp("f"),
+            prefills=[keys("prefill-0", "prefills")],
+            decodes=[keys("decode-0", "all"), keys("decode-1", "all")],
+            router=keys("router", "all"),
+        )
+    )
 
 
-def test_who_is_on_the_lists_serves_and_who_is_not_costs_no_request(keyed: Running) -> None:
+async def test_who_is_on_the_lists_serves_and_who_is_not_costs_no_request(site: Site) -> None:
     texts = prompts(1, *[30] * 6)
-
-    async def case(site: Site) -> None:
-        answers = await asyncio.gather(*(site.complete(text) for text in texts))
-        for text, answer in zip(texts, answers, strict=True):
-            assert equal(answer, generated(text)), answer
-            assert answer.facts["decode"] == "decode-0"
-        prefill = await site.metrics(site.prefill)
-        assert prefill["pdtransfer_bus_strangers_total"] >= 1
-        assert prefill["pdtransfer_sessions"] == 1
-        assert "not on the allow-list" in site.log(site.prefill)
-        await site.settled()
-
-    keyed(case)
+    answers = await asyncio.gather(*(site.complete(text) for text in texts))
+    for text, answer in zip(texts, answers, strict=True):
+        assert equal(answer, generated(text)), answer
+        assert answer.facts["decode"] == "decode-0"
+    prefill = await site.metrics(site.prefill)
+    assert prefill["pdtransfer_bus_strangers_total"] >= 1
+    assert prefill["pdtransfer_sessions"] == 1
+    assert "not on the allow-list" in site.log(site.prefill)
+    await site.settled()
 
 
-def test_a_stranger_receives_nothing_and_is_counted(keyed: Running) -> None:
-    async def case(site: Site) -> None:
-        before = (await site.metrics(site.prefill))["pdtransfer_bus_strangers_total"]
-        endpoint: str = site.prefill.ready["endpoint"]
-        key, _, address = endpoint.rpartition("@")
-        context = zmq.Context()
-        try:
-            socket = context.socket(zmq.DEALER)
-            public, secret = zmq.curve_keypair()
-            socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = key.encode(), public, secret
-            bare = context.socket(zmq.DEALER)
-            for each in (socket, bare):
-                each.connect(address)
-                hello = encode(Hello(1, 1, Identity("decode-0", "decode", 5, Ranks(), "reference-mla", b"w", 16)))
-                with suppress(zmq.Again):  # it was refused by now
-                    each.send(hello, zmq.NOBLOCK)
+async def test_a_stranger_receives_nothing_and_is_counted(site: Site) -> None:
+    before = (await site.metrics(site.prefill))["pdtransfer_bus_strangers_total"]
+    endpoint: str = site.prefill.ready["endpoint"]
+    key, _, address = endpoint.rpartition("@")
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        public, secret = zmq.curve_keypair()
+        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = key.encode(), public, secret
+        bare = context.socket(zmq.DEALER)
+        for each in (socket, bare):
+            each.connect(address)
+            hello = encode(Hello(1, 1, Identity("decode-0", "decode", 5, Ranks(), "reference-mla", b"w", 16)))
+            with suppress(zmq.Again):  # it was refused by now
+                each.send(hello, zmq.NOBLOCK)
 
-            async def counted() -> bool:
-                return (await site.metrics(site.prefill))["pdtransfer_bus_strangers_total"] > before
+        async def counted() -> bool:
+            return (await site.metrics(site.prefill))["pdtransfer_bus_strangers_total"] > before
 
-            await until(counted, "strangers are counted")
-            assert not socket.poll(200)
-            assert not bare.poll(0)
-        finally:
-            context.destroy(linger=0)
+        await until(counted, "strangers are counted")
+        assert not socket.poll(200)
+        assert not bare.poll(0)
+    finally:
+        context.destroy(linger=0)
+    await site.served()
+
+
+async def test_a_revoked_key_loses_its_sessions_at_a_hangup_and_comes_back_at_another(site: Site) -> None:
+    allow = site.configs["prefill-0"].allow
+    before = allow.read_text()
+    await site.served()
+
+    async def sessions() -> float:
+        return (await site.metrics(site.prefill))["pdtransfer_sessions"]
+
+    try:
+        assert await sessions() == 1
+        allow.write_text("decode-0 is not a line")
+        site.prefill.process.send_signal(signal.SIGHUP)
+        await until(lambda: "the allow-list is unchanged" in site.log(site.prefill))
         await site.served()
+        allow.write_text("".join(line for line in before.splitlines(keepends=True) if "decode-0" not in line))
+        site.prefill.process.send_signal(signal.SIGHUP)
 
-    keyed(case)
+        async def expelled() -> bool:
+            return await sessions() == 0
 
+        await until(expelled, "the session of the revoked key is over")
+        assert (await site.complete("does it work")).status != 200
+    finally:
+        allow.write_text(before)
+        site.prefill.process.send_signal(signal.SIGHUP)
 
-def test_a_revoked_key_loses_its_sessions_at_a_hangup_and_comes_back_at_another(keyed: Running) -> None:
-    async def case(site: Site) -> None:
-        allow = site.configs["prefill-0"].allow
-        before = allow.read_text()
-        await site.served()
+    async def served() -> bool:
+        return (await site.complete("does it work")).status == 200
 
-        async def sessions() -> float:
-            return (await site.metrics(site.prefill))["pdtransfer_sessions"]
-
-        try:
-            assert await sessions() == 1
-            allow.write_text("decode-0 is not a line")
-            site.prefill.process.send_signal(signal.SIGHUP)
-            await until(lambda: logged(site, "the allow-list is unchanged"))
-            await site.served()
-            allow.write_text("".join(line for line in before.splitlines(keepends=True) if "decode-0" not in line))
-            site.prefill.process.send_signal(signal.SIGHUP)
-
-            async def expelled() -> bool:
-                return await sessions() == 0
-
-            await until(expelled, "the session of the revoked key is over")
-            assert (await site.complete("does it work")).status != 200
-        finally:
-            allow.write_text(before)
-            site.prefill.process.send_signal(signal.SIGHUP)
-
-        async def served() -> bool:
-            return (await site.complete("does it work")).status == 200
-
-        await until(served, "it is listed again")
-        await site.settled()
-
-    async def logged(site: Site, text: str) -> bool:
-        return text in site.log(site.prefill)
-
-    keyed(case)
+    await until(served, "it is listed again")
+    await site.settled()
 
 
 @pytest.mark.parametrize("role", ["", "decode", "router"])
-def test_a_prefill_whose_key_or_role_decode_revokes_serves_it_no_more_until_it_is_listed_again(
-    keyed: Running, role: str
+async def test_a_prefill_whose_key_or_role_decode_revokes_serves_it_no_more_until_it_is_listed_again(
+    site: Site, role: str
 ) -> None:
-    async def case(site: Site) -> None:
-        allow, log = site.configs["decode-0"].allow, site.log(site.decode)
-        before = allow.read_text()
-        await site.served()
-        prefill = next(line for line in before.splitlines(keepends=True) if "prefill-0" in line)
-        try:
-            allow.write_text(before.replace(prefill, f"{prefill.strip()} {role}\n" if role else ""))
-            site.decode.process.send_signal(signal.SIGHUP)
+    allow, log = site.configs["decode-0"].allow, site.log(site.decode)
+    before = allow.read_text()
+    await site.served()
+    prefill = next(line for line in before.splitlines(keepends=True) if "prefill-0" in line)
+    try:
+        allow.write_text(before.replace(prefill, f"{prefill.strip()} {role}\n" if role else ""))
+        site.decode.process.send_signal(signal.SIGHUP)
 
-            async def revoked() -> bool:
-                return "its key was revoked, or its role" in site.log(site.decode)[len(log) :]
+        async def revoked() -> bool:
+            return "its key was revoked, or its role" in site.log(site.decode)[len(log) :]
 
-            await until(revoked, "the prefill is refused")
-            answer = await site.complete("does it work")
-            assert answer.status != 200
-        finally:
-            allow.write_text(before)
-            site.decode.process.send_signal(signal.SIGHUP)
+        await until(revoked, "the prefill is refused")
+        answer = await site.complete("does it work")
+        assert answer.status != 200
+    finally:
+        allow.write_text(before)
+        site.decode.process.send_signal(signal.SIGHUP)
 
-        async def served() -> bool:
-            return (await site.complete("does it work")).status == 200
+    async def served() -> bool:
+        return (await site.complete("does it work")).status == 200
 
-        await until(served, "it is listed again")
-        await site.settled()
-
-    keyed(case)
+    await until(served, "it is listed again")
+    await site.settled()
 
 
 @pytest.mark.parametrize(
     ("worker", "role"), [("prefill-0", "decode"), ("prefill-0", "router"), ("decode-0", "prefill")]
 )
-def test_a_worker_whose_role_the_router_revokes_is_lost_until_it_is_back(
-    keyed: Running, worker: str, role: str
+async def test_a_worker_whose_role_the_router_revokes_is_lost_until_it_is_back(
+    site: Site, worker: str, role: str
 ) -> None:
-    async def case(site: Site) -> None:
-        allow = site.configs["router"].allow
-        before = allow.read_text()
-        await site.served()
-        line = next(line for line in before.splitlines() if worker in line)
+    allow = site.configs["router"].allow
+    before = allow.read_text()
+    await site.served()
+    line = next(line for line in before.splitlines() if worker in line)
 
-        async def usable(expected: bool) -> bool:
-            health = await (await site.http.get("/health")).json()
-            workers = {each["node"]: each["usable"] for each in health["workers"] if each["node"]}
-            return workers.get(worker, False) == expected
+    async def usable(expected: bool) -> bool:
+        health = await (await site.http.get("/health")).json()
+        workers = {each["node"]: each["usable"] for each in health["workers"] if each["node"]}
+        return workers.get(worker, False) == expected
 
-        try:
-            allow.write_text(before.replace(line, f"{line} {role}"))
-            site.router.process.send_signal(signal.SIGHUP)
-            await until(lambda: usable(False), "the worker is lost")
-        finally:
-            allow.write_text(before)
-            site.router.process.send_signal(signal.SIGHUP)
-        await until(lambda: usable(True), "it is back")
-        await site.served()
-        await site.settled()
-
-    keyed(case)
+    try:
+        allow.write_text(before.replace(line, f"{line} {role}"))
+        site.router.process.send_signal(signal.SIGHUP)
+        await until(lambda: usable(False), "the worker is lost")
+    finally:
+        allow.write_text(before)
+        site.router.process.send_signal(signal.SIGHUP)
+    await until(lambda: usable(True), "it is back")
+    await site.served()
+    await site.settled()
 
 
-def test_a_ready_daemon_prints_the_endpoint_that_its_peers_dial(keyed: Running) -> None:
-    async def case(site: Site) -> None:
-        public = (site.configs["prefill-0"].key.with_suffix(".pub")).read_text().split()[1]
-        assert site.prefill.ready["endpoint"].startswith(f"{public}@tcp://127.0.0.1:")
-
-    keyed(case)
+async def test_a_ready_daemon_prints_the_endpoint_that_its_peers_dial(site: Site) -> None:
+    public = (site.configs["prefill-0"].key.with_suffix(".pub")).read_text().split()[1]
+    assert site.prefill.ready["endpoint"].startswith(f"{public}@tcp://127.0.0.1:")

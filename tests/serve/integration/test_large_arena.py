@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fleets import Gates, Site, prompts, running
+from tests.support.fleets import Gates, prompts, running
 from tests.support.healing import decode, healed, met, prefill, right
 from tests.support.waiting import until
 
@@ -18,11 +18,16 @@ CHUNK_SLOTS = 512  # 64 MiB are ready at first
 
 
 @pytest.mark.full
-def test_a_restarted_decode_serves_from_the_first_chunk_of_its_arena_on(tmp_path: Path) -> None:
+async def test_a_restarted_decode_serves_from_the_first_chunk_of_its_arena_on(tmp_path: Path) -> None:
     gates = Gates(tmp_path)
     slowly = {"engine": "tests.support.engines.backing:create"}
+    async with running(
+        tmp_path,
+        ends_as=(-signal.SIGKILL,),
+        prefills=[prefill(64, row_bytes=ROW_BYTES) | {"slots": 1_024}],
+        decodes=[decode(SLOTS, row_bytes=ROW_BYTES, gates=gates.directory) | slowly],
+    ) as site:
 
-    async def case(site: Site) -> None:
         async def slots() -> float:
             return (await site.metrics(site.decode))["pdtransfer_slots"]
 
@@ -46,11 +51,3 @@ def test_a_restarted_decode_serves_from_the_first_chunk_of_its_arena_on(tmp_path
         (long,) = prompts(2, 900)  # one that the first chunk could not hold
         assert right(long, await site.complete(long))
         await healed(site, before)
-
-    with running(
-        tmp_path,
-        ends_as=(-signal.SIGKILL,),
-        prefills=[prefill(64, row_bytes=ROW_BYTES) | {"slots": 1_024}],
-        decodes=[decode(SLOTS, row_bytes=ROW_BYTES, gates=gates.directory) | slowly],
-    ) as on:
-        on(case)

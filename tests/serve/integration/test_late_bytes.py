@@ -42,51 +42,45 @@ async def ready(fleet: Fleet, room: Room) -> None:
 
 @over_tcp
 @pytest.mark.parametrize("planted", ["", "fence_without_a_death", "unknown_is_failed"])
-def test_bytes_that_come_when_their_slots_are_somebody_elses_are_seen(tmp_path: Path, planted: str) -> None:
+async def test_bytes_that_come_when_their_slots_are_somebody_elses_are_seen(tmp_path: Path, planted: str) -> None:
     """An engine of decode's is stopped with bytes in its sockets, and goes on when other rooms have all slots."""
 
-    async def case() -> None:
-        async with two_prefills_and_a_decode(tmp_path, planted) as fleet:
-            early = fleet.begin(("p0", "d0"), LARGE, push="some")
-            await fleet.halfway(early)
-            (engine,) = fleet.hosts["d0"].engines()
-            deliver([engine], signal.SIGSTOP)
-            fleet.push(early)
-            await fleet.over(early)
-            assert not early.landed
-            # All of the arena, so that the slots of the early one are among theirs.
-            others = [fleet.begin(("p1", "d0"), LARGE, hold_s=HELD_S) for _ in range(2)]
-            for other in others:
-                await ready(fleet, other)
-            assert not await fleet.rows(early)
-            deliver([engine], signal.SIGCONT)
-            if planted:
-                await until(lambda: fleet.rows(early), "what was in the engine's sockets does not come")
-            else:
-                assert engine not in fleet.hosts["d0"].engines(), "it was killed before its slots were given away"
-            for other in others:
-                fleet.let_go(other)
-                await fleet.over(other)
-            seen = [f"room {early.number} " in each and "as held" in each for each in fleet.wrong]
-            assert any(seen) if planted else not fleet.wrong, fleet.wrong
-
-    asyncio.run(case())
+    async with two_prefills_and_a_decode(tmp_path, planted) as fleet:
+        early = fleet.begin(("p0", "d0"), LARGE, push="some")
+        await fleet.halfway(early)
+        (engine,) = fleet.hosts["d0"].engines()
+        deliver([engine], signal.SIGSTOP)
+        fleet.push(early)
+        await fleet.over(early)
+        assert not early.landed
+        # All of the arena, so that the slots of the early one are among theirs.
+        others = [fleet.begin(("p1", "d0"), LARGE, hold_s=HELD_S) for _ in range(2)]
+        for other in others:
+            await ready(fleet, other)
+        assert not await fleet.rows(early)
+        deliver([engine], signal.SIGCONT)
+        if planted:
+            await until(lambda: fleet.rows(early), "what was in the engine's sockets does not come")
+        else:
+            assert engine not in fleet.hosts["d0"].engines(), "it was killed before its slots were given away"
+        for other in others:
+            fleet.let_go(other)
+            await fleet.over(other)
+        seen = [f"room {early.number} " in each and "as held" in each for each in fleet.wrong]
+        assert any(seen) if planted else not fleet.wrong, fleet.wrong
 
 
 @over_tcp
 @pytest.mark.parametrize("planted", ["", "landed_when_submitted"])
-def test_a_room_that_is_ready_before_its_bytes_are_there_is_seen(tmp_path: Path, planted: str) -> None:
-    async def case() -> None:
-        async with two_prefills_and_a_decode(tmp_path, planted) as fleet:
-            room = fleet.begin(("p0", "d0"), push="none")
-            await fleet.until(room, lambda: "leased" in room.prefill.events, "leased")
-            deliver(fleet.hosts["d0"].engines(), signal.SIGSTOP)
-            fleet.push(room)
-            await fleet.over(room)
-            assert room.landed == bool(planted), room.detail
-            assert [f"in place of room {room.number} " in each for each in fleet.wrong] == [True] * bool(planted)
-
-    asyncio.run(case())
+async def test_a_room_that_is_ready_before_its_bytes_are_there_is_seen(tmp_path: Path, planted: str) -> None:
+    async with two_prefills_and_a_decode(tmp_path, planted) as fleet:
+        room = fleet.begin(("p0", "d0"), push="none")
+        await fleet.until(room, lambda: "leased" in room.prefill.events, "leased")
+        deliver(fleet.hosts["d0"].engines(), signal.SIGSTOP)
+        fleet.push(room)
+        await fleet.over(room)
+        assert room.landed == bool(planted), room.detail
+        assert [f"in place of room {room.number} " in each for each in fleet.wrong] == [True] * bool(planted)
 
 
 # What needs no network: the words of hosts, put into a fleet's ears

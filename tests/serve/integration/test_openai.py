@@ -10,9 +10,10 @@ import openai
 import pytest
 
 import pdtransfer
-from tests.support.fleets import Running, Site, running
+from tests.support.fleets import Site, running
 from tests.support.openai_types import checked_answer, checked_chunk
 from tests.support.tiny_tokenizer import END, write_tokenizer
+from tests.support.waiting import Running, standing
 
 EOS, MODEL = 0, "stamp-mla"
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -22,15 +23,14 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
     logs = tmp_path_factory.mktemp("fleet")
     # The engine answers with the ids of ASCII's lower case: with this many ids before them, these are the same letters.
     special = (END, *(f"<|{number}|>" for number in range(32)))
     model = write_tokenizer(
         logs / "model", vocabulary=256 + len(special), special=special, template=TEMPLATE, context=1_000, eos_token=END
     )
-    with running(logs, prefills=[ENGINE], decodes=[ENGINE], router={"model": model}) as made:
-        yield made
+    yield from standing(running(logs, prefills=[ENGINE], decodes=[ENGINE], router={"model": model}))
 
 
 def client(site: Site) -> openai.AsyncOpenAI:
@@ -60,161 +60,139 @@ def text_of(choice: Any) -> str:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_every_object_is_of_openais_types_and_streams_add_up_to_the_answer(fleet: Running, path: str) -> None:
+async def test_every_object_is_of_openais_types_and_streams_add_up_to_the_answer(site: Site, path: str) -> None:
     chat = path == CHAT
     body: dict[str, Any] = {"messages": HELLO, "logprobs": True, "top_logprobs": 3} if chat else {"logprobs": 3}
     body |= {"max_tokens": 12, "n": 2, "seed": 7, "top_k": 40, "min_p": 0.01, "presence_penalty": 0.5}
     body |= {} if chat else {"prompt": ["hello", "two"]}
-
-    async def case(site: Site) -> None:
-        status, content = await post(site, path, **body)
-        assert status == 200, content
-        whole = checked_answer(content, chat=chat)
-        assert len(whole.choices) == (2 if chat else 4)
-        assert len(content["pdtransfer"]) == len(whole.choices)
-        tokens = whole.usage.completion_tokens
-        assert tokens <= 12 * len(whole.choices)
-        listed = [(choice.logprobs.content if chat else choice.logprobs.tokens) for choice in whole.choices]
-        assert sum(map(len, listed)) == tokens
-        raw = await chunks(site, path, **body, stream_options={"include_usage": True})
-        *events, last = [checked_chunk(each, chat=chat) for each in raw]
-        assert all(each["usage"] is None for each in raw[:-1])
-        assert (last.choices, last.usage.completion_tokens) == ([], tokens)
-        assert last.usage.prompt_tokens == whole.usage.prompt_tokens
-        for choice in whole.choices:
-            assert joined(events, choice.index) == text_of(choice)
-            (end,) = (e for event in events for e in event.choices if e.index == choice.index and e.finish_reason)
-            assert end.finish_reason == choice.finish_reason
-        if chat:
-            roles = [choice.delta.role for event in events for choice in event.choices if choice.delta.role]
-            assert roles == ["assistant"] * len(whole.choices)
-        assert not any("usage" in chunk for chunk in await chunks(site, path, **body))
-        await site.settled()
-
-    fleet(case)
+    status, content = await post(site, path, **body)
+    assert status == 200, content
+    whole = checked_answer(content, chat=chat)
+    assert len(whole.choices) == (2 if chat else 4)
+    assert len(content["pdtransfer"]) == len(whole.choices)
+    tokens = whole.usage.completion_tokens
+    assert tokens <= 12 * len(whole.choices)
+    listed = [(choice.logprobs.content if chat else choice.logprobs.tokens) for choice in whole.choices]
+    assert sum(map(len, listed)) == tokens
+    raw = await chunks(site, path, **body, stream_options={"include_usage": True})
+    *events, last = [checked_chunk(each, chat=chat) for each in raw]
+    assert all(each["usage"] is None for each in raw[:-1])
+    assert (last.choices, last.usage.completion_tokens) == ([], tokens)
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+    for choice in whole.choices:
+        assert joined(events, choice.index) == text_of(choice)
+        (end,) = (e for event in events for e in event.choices if e.index == choice.index and e.finish_reason)
+        assert end.finish_reason == choice.finish_reason
+    if chat:
+        roles = [choice.delta.role for event in events for choice in event.choices if choice.delta.role]
+        assert roles == ["assistant"] * len(whole.choices)
+    assert not any("usage" in chunk for chunk in await chunks(site, path, **body))
+    await site.settled()
 
 
-def test_openais_client_gets_answers_whole_and_streamed(fleet: Running) -> None:
-    async def case(site: Site) -> None:
-        async with client(site) as api:
-            how: Any = {"model": MODEL, "max_tokens": 10, "temperature": 0}
-            chat = await api.chat.completions.create(messages=HELLO, **how)
-            pieces = [each async for each in await api.chat.completions.create(messages=HELLO, stream=True, **how)]
-            assert joined(pieces, 0) == chat.choices[0].message.content
-            text = await api.completions.create(prompt="user: hello\n", **how)
-            assert text.choices[0].text == chat.choices[0].message.content
-            streamed = await api.completions.create(prompt="user: hello\n", stream=True, **how)
-            assert joined([each async for each in streamed], 0) == text.choices[0].text
-            ids = (await post(site, "/tokenize", prompt="user: hello\n"))[1]["tokens"]
-            again = await api.completions.create(prompt=ids, echo=True, **how)
-            assert again.choices[0].text == "user: hello\n" + text.choices[0].text
-            with pytest.raises(openai.BadRequestError, match="response_format"):
-                await api.chat.completions.create(messages=HELLO, response_format={"type": "json_object"}, **how)
-            with pytest.raises(openai.NotFoundError):
-                await api.chat.completions.create(**{**how, "model": "gpt"}, messages=HELLO)
-
-    fleet(case)
+async def test_openais_client_gets_answers_whole_and_streamed(site: Site) -> None:
+    async with client(site) as api:
+        how: Any = {"model": MODEL, "max_tokens": 10, "temperature": 0}
+        chat = await api.chat.completions.create(messages=HELLO, **how)
+        pieces = [each async for each in await api.chat.completions.create(messages=HELLO, stream=True, **how)]
+        assert joined(pieces, 0) == chat.choices[0].message.content
+        text = await api.completions.create(prompt="user: hello\n", **how)
+        assert text.choices[0].text == chat.choices[0].message.content
+        streamed = await api.completions.create(prompt="user: hello\n", stream=True, **how)
+        assert joined([each async for each in streamed], 0) == text.choices[0].text
+        ids = (await post(site, "/tokenize", prompt="user: hello\n"))[1]["tokens"]
+        again = await api.completions.create(prompt=ids, echo=True, **how)
+        assert again.choices[0].text == "user: hello\n" + text.choices[0].text
+        with pytest.raises(openai.BadRequestError, match="response_format"):
+            await api.chat.completions.create(messages=HELLO, response_format={"type": "json_object"}, **how)
+        with pytest.raises(openai.NotFoundError):
+            await api.chat.completions.create(**{**how, "model": "gpt"}, messages=HELLO)
 
 
-def test_choices_have_seeds_of_their_own_and_prompts_their_own_answers(fleet: Running) -> None:
-    async def case(site: Site) -> None:
-        async with client(site) as api:
-            how: Any = {"model": MODEL, "max_tokens": 10, "seed": 3}
-            several = await api.completions.create(prompt=["one", "other"], n=2, **how)
-            texts = [choice.text for choice in several.choices]
-            assert len(set(texts)) == 4
-            first = await api.completions.create(prompt="one", **how)
-            second = await api.completions.create(prompt="other", **{**how, "seed": 4})
-            assert [first.choices[0].text, second.choices[0].text] == [texts[0], texts[3]]
-            assert several.usage is not None
-            assert several.usage.prompt_tokens == 8
-
-    fleet(case)
+async def test_choices_have_seeds_of_their_own_and_prompts_their_own_answers(site: Site) -> None:
+    async with client(site) as api:
+        how: Any = {"model": MODEL, "max_tokens": 10, "seed": 3}
+        several = await api.completions.create(prompt=["one", "other"], n=2, **how)
+        texts = [choice.text for choice in several.choices]
+        assert len(set(texts)) == 4
+        first = await api.completions.create(prompt="one", **how)
+        second = await api.completions.create(prompt="other", **{**how, "seed": 4})
+        assert [first.choices[0].text, second.choices[0].text] == [texts[0], texts[3]]
+        assert several.usage is not None
+        assert several.usage.prompt_tokens == 8
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_answer_before_it_and_frees_its_rooms(fleet: Running, stream: bool) -> None:
-    async def case(site: Site) -> None:
-        body: dict[str, Any] = {"prompt": "tell me", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-        status, content = await post(site, TEXT, **body)
-        assert status == 200
-        whole = content["choices"][0]["text"]
-        stop = whole[20:23]  # of three tokens at least
-        index = whole.index(stop)
-        body |= {"stop": [stop, "\0never"], "max_tokens": 900}
-        if stream:
-            events = await chunks(site, TEXT, **body, stream_options={"include_usage": True})
-            text = "".join(each["text"] for event in events for each in event["choices"])
-            usage, extension = events[-1]["usage"], events[-2]["pdtransfer"]
-            reason = events[-2]["choices"][0]["finish_reason"]
-        else:
-            _, content = await post(site, TEXT, **body)
-            text, reason = content["choices"][0]["text"], content["choices"][0]["finish_reason"]
-            usage, extension = content["usage"], content["pdtransfer"]
-        assert (text, reason) == (whole[:index], "stop")
-        assert usage["completion_tokens"] < 100
-        assert (extension["kv_bytes"], extension["decode"]) == (None, "decode-0")
-        await site.settled()
-        kept = (await post(site, TEXT, **body, include_stop_str_in_output=True))[1]["choices"][0]["text"]
-        assert kept == whole[: index + len(stop)]
-
-    fleet(case)
+async def test_a_stop_string_ends_the_answer_before_it_and_frees_its_rooms(site: Site, stream: bool) -> None:
+    body: dict[str, Any] = {"prompt": "tell me", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    status, content = await post(site, TEXT, **body)
+    assert status == 200
+    whole = content["choices"][0]["text"]
+    stop = whole[20:23]  # of three tokens at least
+    index = whole.index(stop)
+    body |= {"stop": [stop, "\0never"], "max_tokens": 900}
+    if stream:
+        events = await chunks(site, TEXT, **body, stream_options={"include_usage": True})
+        text = "".join(each["text"] for event in events for each in event["choices"])
+        usage, extension = events[-1]["usage"], events[-2]["pdtransfer"]
+        reason = events[-2]["choices"][0]["finish_reason"]
+    else:
+        _, content = await post(site, TEXT, **body)
+        text, reason = content["choices"][0]["text"], content["choices"][0]["finish_reason"]
+        usage, extension = content["usage"], content["pdtransfer"]
+    assert (text, reason) == (whole[:index], "stop")
+    assert usage["completion_tokens"] < 100
+    assert (extension["kv_bytes"], extension["decode"]) == (None, "decode-0")
+    await site.settled()
+    kept = (await post(site, TEXT, **body, include_stop_str_in_output=True))[1]["choices"][0]["text"]
+    assert kept == whole[: index + len(stop)]
 
 
-def test_biases_penalties_and_lengths_reach_the_model(fleet: Running) -> None:
-    async def case(site: Site) -> None:
-        async def tokens(**body: Any) -> tuple[list[int], str]:
-            how = {"prompt": "hello", "max_tokens": 6, "temperature": 0, "logprobs": 0, **body}
-            status, content = await post(site, TEXT, **how)
-            assert status == 200, content
-            choice = content["choices"][0]
-            ids = [(await post(site, "/tokenize", prompt=each))[1]["tokens"] for each in choice["logprobs"]["tokens"]]
-            return [each[0] for each in ids], choice["finish_reason"]
+async def test_biases_penalties_and_lengths_reach_the_model(site: Site) -> None:
+    async def tokens(**body: Any) -> tuple[list[int], str]:
+        how = {"prompt": "hello", "max_tokens": 6, "temperature": 0, "logprobs": 0, **body}
+        status, content = await post(site, TEXT, **how)
+        assert status == 200, content
+        choice = content["choices"][0]
+        ids = [(await post(site, "/tokenize", prompt=each))[1]["tokens"] for each in choice["logprobs"]["tokens"]]
+        return [each[0] for each in ids], choice["finish_reason"]
 
-        x, y = (await post(site, "/tokenize", prompt="XY"))[1]["tokens"]
-        biased = {str(x): 100, str(y): 99}
-        assert await tokens(logit_bias=biased) == ([x] * 6, "length")
-        alternating, _ = await tokens(logit_bias=biased, presence_penalty=2, frequency_penalty=2)
-        assert set(alternating) == {x, y}
-        assert (await tokens(logit_bias=biased, repetition_penalty=3))[0].count(y) >= 1
-        ended = {str(EOS): 100, str(x): 50}
-        assert await tokens(logit_bias=ended) == ([EOS], "stop")
-        assert await tokens(logit_bias=ended, min_tokens=3) == ([x, x, x, EOS], "stop")
-        assert await tokens(logit_bias=ended, ignore_eos=True) == ([EOS] * 6, "length")
-
-    fleet(case)
+    x, y = (await post(site, "/tokenize", prompt="XY"))[1]["tokens"]
+    biased = {str(x): 100, str(y): 99}
+    assert await tokens(logit_bias=biased) == ([x] * 6, "length")
+    alternating, _ = await tokens(logit_bias=biased, presence_penalty=2, frequency_penalty=2)
+    assert set(alternating) == {x, y}
+    assert (await tokens(logit_bias=biased, repetition_penalty=3))[0].count(y) >= 1
+    ended = {str(EOS): 100, str(x): 50}
+    assert await tokens(logit_bias=ended) == ([EOS], "stop")
+    assert await tokens(logit_bias=ended, min_tokens=3) == ([x, x, x, EOS], "stop")
+    assert await tokens(logit_bias=ended, ignore_eos=True) == ([EOS] * 6, "length")
 
 
-def test_greedy_tokens_are_the_likeliest_by_their_logprobs(fleet: Running) -> None:
-    async def case(site: Site) -> None:
-        body: Any = {"messages": HELLO, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 20}
-        _, content = await post(site, CHAT, **body)
-        for each in content["choices"][0]["logprobs"]["content"]:
-            top = [one["logprob"] for one in each["top_logprobs"]]
-            assert (len(top), top) == (20, sorted(top, reverse=True))
-            assert (each["token"], each["logprob"]) == (each["top_logprobs"][0]["token"], top[0])
-
-    fleet(case)
+async def test_greedy_tokens_are_the_likeliest_by_their_logprobs(site: Site) -> None:
+    body: Any = {"messages": HELLO, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 20}
+    _, content = await post(site, CHAT, **body)
+    for each in content["choices"][0]["logprobs"]["content"]:
+        top = [one["logprob"] for one in each["top_logprobs"]]
+        assert (len(top), top) == (20, sorted(top, reverse=True))
+        assert (each["token"], each["logprob"]) == (each["top_logprobs"][0]["token"], top[0])
 
 
-def test_what_serves_beside_the_answers(fleet: Running) -> None:
-    async def case(site: Site) -> None:
-        async with client(site) as api:
-            (listed,) = (await api.models.list()).data
-            assert (listed.id, listed.model_extra) == (MODEL, {"max_model_len": 1_000})
-            assert await api.models.retrieve(MODEL) == listed
-            with pytest.raises(openai.NotFoundError):
-                await api.models.retrieve("gpt")
-        _, found = await post(site, "/tokenize", messages=HELLO)
-        assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 1_000)
-        assert (await post(site, "/detokenize", tokens=found["tokens"]))[1] == {"prompt": "user: hello\n"}
-        assert json.loads((await site.get(site.router, "/version"))[1]) == {"version": pdtransfer.__version__}
-        status, refused = await post(site, "/tokenize", prompt=5)
-        assert (status, refused["error"]["param"]) == (400, "prompt")
-        status, refused = await post(site, "/detokenize", tokens=[-1])
-        assert (status, refused["error"]["param"]) == (400, "tokens[0]")
-
-    fleet(case)
+async def test_what_serves_beside_the_answers(site: Site) -> None:
+    async with client(site) as api:
+        (listed,) = (await api.models.list()).data
+        assert (listed.id, listed.model_extra) == (MODEL, {"max_model_len": 1_000})
+        assert await api.models.retrieve(MODEL) == listed
+        with pytest.raises(openai.NotFoundError):
+            await api.models.retrieve("gpt")
+    _, found = await post(site, "/tokenize", messages=HELLO)
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 1_000)
+    assert (await post(site, "/detokenize", tokens=found["tokens"]))[1] == {"prompt": "user: hello\n"}
+    assert json.loads((await site.get(site.router, "/version"))[1]) == {"version": pdtransfer.__version__}
+    status, refused = await post(site, "/tokenize", prompt=5)
+    assert (status, refused["error"]["param"]) == (400, "prompt")
+    status, refused = await post(site, "/detokenize", tokens=[-1])
+    assert (status, refused["error"]["param"]) == (400, "tokens[0]")
 
 
 @pytest.mark.parametrize(
@@ -226,11 +204,8 @@ def test_what_serves_beside_the_answers(fleet: Running) -> None:
         ({"prompt": "x", "logit_bias": {"289": 1}}, "logit_bias", None),
     ],
 )
-def test_what_the_model_has_not_is_refused_at_once(
-    fleet: Running, body: dict[str, Any], param: str, code: str | None
+async def test_what_the_model_has_not_is_refused_at_once(
+    site: Site, body: dict[str, Any], param: str, code: str | None
 ) -> None:
-    async def case(site: Site) -> None:
-        status, content = await post(site, TEXT, **body)
-        assert (status, content["error"]["param"], content["error"]["code"]) == (400, param, code)
-
-    fleet(case)
+    status, content = await post(site, TEXT, **body)
+    assert (status, content["error"]["param"], content["error"]["code"]) == (400, param, code)

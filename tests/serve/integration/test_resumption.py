@@ -32,7 +32,7 @@ READ_MIN = 4  # tokens that the client has when decode is killed
 
 
 @pytest.mark.parametrize("kind", ["hisparse", pytest.param("hybrid", marks=pytest.mark.full)])
-def test_a_stream_whose_decode_is_killed_reads_as_if_nothing_had_happened(
+async def test_a_stream_whose_decode_is_killed_reads_as_if_nothing_had_happened(
     tmp_path: Path, gates: Gates, kind: str
 ) -> None:
     both, decode, asked = KINDS[kind]
@@ -40,7 +40,14 @@ def test_a_stream_whose_decode_is_killed_reads_as_if_nothing_had_happened(
     decode = both | decode | {"engine_option": (*both["engine_option"], f"gates={gates.directory}")}
     (prompt,) = prompts(1, 130)
 
-    async def case(site: Site) -> None:
+    async def read(site: Site, events: list[dict[str, Any]]) -> None:
+        async for event in site.events(prompt, max_tokens=TOKENS, enable_resume=True, **asked):
+            assert "error" not in event, event
+            events.append(event)
+
+    async with running(
+        tmp_path, ends_as=(-signal.SIGKILL,), prefills=[both], decodes=[decode] * 2, router={"limits": QUICK}
+    ) as site:
         wanted = await site.complete(prompt, max_tokens=TOKENS, **asked)
         assert wanted.status == 200, wanted
         with gates.closed("decode"):
@@ -67,16 +74,6 @@ def test_a_stream_whose_decode_is_killed_reads_as_if_nothing_had_happened(
             assert facts["kv_digest"] == wanted.facts["kv_digest"]
         assert facts["enable_hisparse"] is wanted.facts["enable_hisparse"] is (kind == "hisparse")
         assert (await site.metrics(site.router))["pdtransfer_resumptions_total"] == 1
-
-    async def read(site: Site, events: list[dict[str, Any]]) -> None:
-        async for event in site.events(prompt, max_tokens=TOKENS, enable_resume=True, **asked):
-            assert "error" not in event, event
-            events.append(event)
-
-    with running(
-        tmp_path, ends_as=(-signal.SIGKILL,), prefills=[both], decodes=[decode] * 2, router={"limits": QUICK}
-    ) as on:
-        on(case)
 
 
 async def decoding(site: Site) -> str:

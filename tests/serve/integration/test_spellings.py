@@ -15,7 +15,7 @@ import pytest
 from pdtransfer.bus.keys import generate
 from pdtransfer.serve.process.fleet import Daemon
 from tests.support.fleets import Site, equal, fleet, free_address, generated, prompts
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import until
 
 NODES = ("router", "prefill-0", "decode-0")
 
@@ -24,35 +24,32 @@ NODES = ("router", "prefill-0", "decode-0")
     "keyed",
     [pytest.param(False, id="without keys", marks=pytest.mark.full), pytest.param(True, id="with keys")],
 )
-def test_routers_that_spell_a_worker_differently_lose_no_request(tmp_path: Path, keyed: bool) -> None:
+async def test_routers_that_spell_a_worker_differently_lose_no_request(tmp_path: Path, keyed: bool) -> None:
     """One calls both workers localhost, one lists them under both names."""
 
-    @on_loop
-    async def case() -> None:
-        keys = _keys(tmp_path) if keyed else {node: {} for node in NODES}
-        async with AsyncExitStack() as stack:
-            site = await stack.enter_async_context(
-                fleet(tmp_path, prefills=[keys["prefill-0"]], decodes=[keys["decode-0"]], router=keys["router"])
-            )
-            prefill, decode = site.prefill.ready["endpoint"], site.decode.ready["endpoint"]
-            router = await _router(stack, site, tmp_path, "r1", (_local(prefill),), (_local(decode),))
-            both = await _router(stack, site, tmp_path, "r2", (prefill, _local(prefill)), (_local(decode), decode))
-            texts = prompts(5, *[40] * 36)
-            asked = [_complete(each, text) for each, text in zip((site.http, router, both) * 12, texts, strict=True)]
-            statuses = Counter[int]()
-            for first in range(0, len(asked), 6):
-                statuses.update(await asyncio.gather(*asked[first : first + 6]))
-            assert statuses == {200: len(texts)}, statuses
-            assert (await site.metrics(site.prefill))["pdtransfer_sessions"] == 1
-            workers = (await _health(both))["workers"]
-            assert sorted(worker["usable"] for worker in workers) == [False, False, True, True]
-            second = [worker["why"] for worker in workers if not worker["usable"]]
-            assert all(why.startswith("the same worker as ") for why in second), second
-            await site.settled()
-            assert equal(await site.complete(texts[0]), generated(texts[0]))
-
-    case()
-    assert "superseded" not in "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    keys = _keys(tmp_path) if keyed else {node: {} for node in NODES}
+    async with AsyncExitStack() as stack:
+        site = await stack.enter_async_context(
+            fleet(tmp_path, prefills=[keys["prefill-0"]], decodes=[keys["decode-0"]], router=keys["router"])
+        )
+        prefill, decode = site.prefill.ready["endpoint"], site.decode.ready["endpoint"]
+        router = await _router(stack, site, tmp_path, "r1", (_local(prefill),), (_local(decode),))
+        both = await _router(stack, site, tmp_path, "r2", (prefill, _local(prefill)), (_local(decode), decode))
+        texts = prompts(5, *[40] * 36)
+        asked = [_complete(each, text) for each, text in zip((site.http, router, both) * 12, texts, strict=True)]
+        statuses = Counter[int]()
+        for first in range(0, len(asked), 6):
+            statuses.update(await asyncio.gather(*asked[first : first + 6]))
+        assert statuses == {200: len(texts)}, statuses
+        assert (await site.metrics(site.prefill))["pdtransfer_sessions"] == 1
+        workers = (await _health(both))["workers"]
+        assert sorted(worker["usable"] for worker in workers) == [False, False, True, True]
+        second = [worker["why"] for worker in workers if not worker["usable"]]
+        assert all(why.startswith("the same worker as ") for why in second), second
+        await site.settled()
+        assert equal(await site.complete(texts[0]), generated(texts[0]))
+    logs = tmp_path.glob("*.log")  # noqa: ASYNC240
+    assert "superseded" not in "".join(log.read_text() for log in logs)
 
 
 def _keys(directory: Path) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ PLAIN = {"engine": ENGINE, "page_size": 1}
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_daemon_is_not_ready_before_its_engine_has_warmed_up(
+async def test_a_daemon_is_not_ready_before_its_engine_has_warmed_up(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", str(REPO)))
@@ -30,8 +30,7 @@ def test_a_daemon_is_not_ready_before_its_engine_has_warmed_up(
     more = PLAIN | {"http": http, "engine_option": ("model=plain", f"gates={gates.directory}")}
     sockets = tempfile.TemporaryDirectory(prefix="pdt-")  # a Unix socket's path is short
     config = prefill_config(**more) if role == "prefill" else decode_config(Path(sockets.name) / "s", **more)
-
-    async def case() -> None:
+    with sockets:
         async with aiohttp.ClientSession(f"http://{http}") as client:
 
             async def answers(status: int) -> bool:
@@ -60,22 +59,15 @@ def test_a_daemon_is_not_ready_before_its_engine_has_warmed_up(
             daemon.process.terminate()
             assert await daemon.process.wait() == 0
 
-    with sockets:
-        asyncio.run(case())
-
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_daemon_whose_engine_dies_at_its_warm_up_is_never_ready_and_ends_with_its_words(
+async def test_a_daemon_whose_engine_dies_at_its_warm_up_is_never_ready_and_ends_with_its_words(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", str(REPO)))
     more = PLAIN | {"engine_option": ("model=plain", "fault=cold")}
     with tempfile.TemporaryDirectory(prefix="pdt-") as sockets:
         config = prefill_config(**more) if role == "prefill" else decode_config(Path(sockets) / "s", **more)
-
-        async def case() -> None:
-            daemon = await Daemon.start(config, tmp_path / "log")
-            with pytest.raises(WorldError, match=r"status 1.*\n(.*\n)*.*as the test wants it"):
-                await daemon.wait_ready()
-
-        asyncio.run(case())
+        daemon = await Daemon.start(config, tmp_path / "log")
+        with pytest.raises(WorldError, match=r"status 1.*\n(.*\n)*.*as the test wants it"):
+            await daemon.wait_ready()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -52,14 +51,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
     return put
 
 
-def run(case: Callable[[], object]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(40):
-            await case()
-
-    asyncio.run(bounded())
-
-
 def pids(here: Path) -> list[int]:
     return [int(line) for line in (here / "pids").read_text().split()]
 
@@ -74,86 +65,66 @@ def is_alive(pid: int) -> bool:
 ROUTER = RouterConfig(listen="127.0.0.1:0", node="r")
 
 
-def test_a_router_alone_starts_prints_where_it_listens_and_ends_with_status_0(tmp_path: Path) -> None:
-    async def case() -> None:
-        fleet = Fleet([], [], ROUTER, tmp_path)
-        async with fleet:
-            async with aiohttp.ClientSession(fleet.url) as http, http.get("/live") as answer:
-                assert answer.status == 200
-            (router,) = fleet.of("router")
-            assert (router.ready["node"], router.ready["role"]) == ("r", "router")
-            assert fleet.of("prefill") == []
-        assert router.process.returncode == 0
-        log = (tmp_path / "router.log").read_text()
-        assert "Traceback" not in log
-        assert "name a prefill worker with --prefill tcp://host:port" in log
-        assert "name a decode worker with --decode tcp://host:port" in log
-
-    run(case)
+async def test_a_router_alone_starts_prints_where_it_listens_and_ends_with_status_0(tmp_path: Path) -> None:
+    async with Fleet([], [], ROUTER, tmp_path) as fleet:
+        async with aiohttp.ClientSession(fleet.url) as http, http.get("/live") as answer:
+            assert answer.status == 200
+        (router,) = fleet.of("router")
+        assert (router.ready["node"], router.ready["role"]) == ("r", "router")
+        assert fleet.of("prefill") == []
+    assert router.process.returncode == 0
+    log = (tmp_path / "router.log").read_text()
+    assert "Traceback" not in log
+    assert "name a prefill worker with --prefill tcp://host:port" in log
+    assert "name a decode worker with --decode tcp://host:port" in log
 
 
-def test_our_own_settings_do_not_reach_the_daemons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_our_own_settings_do_not_reach_the_daemons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDTRANSFER_LISTEN", "nonsense")
     monkeypatch.setenv("PDTRANSFER_LOG_LEVEL", "nonsense")
-
-    async def case() -> None:
-        async with Fleet([], [], ROUTER, tmp_path) as fleet:
-            assert fleet.url.startswith("http://127.0.0.1:")
-
-    run(case)
+    async with Fleet([], [], ROUTER, tmp_path) as fleet:
+        assert fleet.url.startswith("http://127.0.0.1:")
 
 
-def test_a_daemon_that_fails_is_reported_with_its_status_and_the_end_of_its_log(tmp_path: Path) -> None:
+async def test_a_daemon_that_fails_is_reported_with_its_status_and_the_end_of_its_log(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-
-        async def case() -> None:
-            with pytest.raises(WorldError) as caught:
-                async with Fleet([], [], RouterConfig(listen=listen, node="r"), tmp_path):
-                    pytest.fail("it cannot listen")
-            text = str(caught.value)
-            assert "router daemon did not become ready" in text
-            assert f"cannot listen on {listen}" in text
-            assert "(status 1)" in text
-
-        run(case)
+        with pytest.raises(WorldError) as caught:
+            async with Fleet([], [], RouterConfig(listen=listen, node="r"), tmp_path):
+                pytest.fail("it cannot listen")
+    text = str(caught.value)
+    assert "router daemon did not become ready" in text
+    assert f"cannot listen on {listen}" in text
+    assert "(status 1)" in text
 
 
-def test_the_router_gets_the_workers_addresses(fake: Callable[..., Path], tmp_path: Path) -> None:
+async def test_the_router_gets_the_workers_addresses(fake: Callable[..., Path], tmp_path: Path) -> None:
     here = fake()
     prefills = [PrefillConfig(node=f"p{index}", bind="tcp://127.0.0.1:0") for index in range(2)]
-
-    async def case() -> None:
-        async with Fleet(prefills, [DecodeConfig(node="d")], ROUTER, tmp_path) as fleet:
-            assert [daemon.role for daemon in fleet.daemons] == ["prefill", "prefill", "decode", "router"]
-            flags = (here / "router.arguments").read_text().split()
-            assert flags[:3] == ["-m", "pdtransfer", "router"]
-            ports = sorted(1 + int(pid) % 60_000 for pid in (here / "pids").read_text().split()[:3])
-            workers = [flag.partition("=tcp://127.0.0.1:") for flag in flags if "=tcp://127.0.0.1:" in flag]
-            assert sorted(int(port) for _, _, port in workers) == ports
-            assert [flag for flag, _, _ in workers] == ["--prefill", "--prefill", "--decode"]
-            assert "--json" in flags
-
-    run(case)
+    async with Fleet(prefills, [DecodeConfig(node="d")], ROUTER, tmp_path) as fleet:
+        assert [daemon.role for daemon in fleet.daemons] == ["prefill", "prefill", "decode", "router"]
+        flags = (here / "router.arguments").read_text().split()
+        assert flags[:3] == ["-m", "pdtransfer", "router"]
+        ports = sorted(1 + int(pid) % 60_000 for pid in (here / "pids").read_text().split()[:3])
+        workers = [flag.partition("=tcp://127.0.0.1:") for flag in flags if "=tcp://127.0.0.1:" in flag]
+        assert sorted(int(port) for _, _, port in workers) == ports
+        assert [flag for flag, _, _ in workers] == ["--prefill", "--prefill", "--decode"]
+        assert "--json" in flags
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])
-def test_where_one_fails_those_that_have_started_are_ended(
+async def test_where_one_fails_those_that_have_started_are_ended(
     fake: Callable[..., Path], tmp_path: Path, role: str
 ) -> None:
     here = fake(fails=role)
-
-    async def case() -> None:
-        with pytest.raises(WorldError, match="no such luck"):
-            async with Fleet([PrefillConfig(node="p")], [DecodeConfig(node="d")], ROUTER, tmp_path):
-                pytest.fail(f"{role} fails")
-
-    run(case)
+    with pytest.raises(WorldError, match="no such luck"):
+        async with Fleet([PrefillConfig(node="p")], [DecodeConfig(node="d")], ROUTER, tmp_path):
+            pytest.fail(f"{role} fails")
     assert pids(here)
     assert not any(is_alive(pid) for pid in pids(here))
 
 
-def test_a_daemon_that_prints_nothing_in_time_is_reported_and_ended(
+async def test_a_daemon_that_prints_nothing_in_time_is_reported_and_ended(
     fake: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = fake(before="echo still working >&2; " + SLEEPS)
@@ -166,42 +137,30 @@ def test_a_daemon_that_prints_nothing_in_time_is_reported_and_ended(
         return daemon
 
     monkeypatch.setattr(Daemon, "start", at_work)
-
-    async def case() -> None:
-        with pytest.raises(WorldError, match=r"status None\):\nstill working"):
-            async with Fleet([], [], ROUTER, tmp_path):
-                pytest.fail("it says nothing")
-
-    run(case)
+    with pytest.raises(WorldError, match=r"status None\):\nstill working"):
+        async with Fleet([], [], ROUTER, tmp_path):
+            pytest.fail("it says nothing")
     assert not any(is_alive(pid) for pid in pids(here))
 
 
-def test_a_daemon_that_is_deaf_to_sigterm_is_killed(
+async def test_a_daemon_that_is_deaf_to_sigterm_is_killed(
     fake: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake(before="trap '' TERM", after="while :; do sleep 0.05; done")
     monkeypatch.setattr(fleet_module, "STOP_S", 0.2)
+    daemon = await Daemon.start(ROUTER, tmp_path / "log")
+    await daemon.wait_ready()
+    assert await daemon.stop() == -signal.SIGKILL
+    assert await daemon.stop() == -signal.SIGKILL
 
-    async def case() -> None:
+
+async def test_what_a_daemon_logs_is_appended(fake: Callable[..., Path], tmp_path: Path) -> None:
+    fake(before="echo a line >&2")
+    for _ in range(2):
         daemon = await Daemon.start(ROUTER, tmp_path / "log")
         await daemon.wait_ready()
-        assert await daemon.stop() == -signal.SIGKILL
-        assert await daemon.stop() == -signal.SIGKILL
-
-    run(case)
-
-
-def test_what_a_daemon_logs_is_appended(fake: Callable[..., Path], tmp_path: Path) -> None:
-    fake(before="echo a line >&2")
-
-    async def case() -> None:
-        for _ in range(2):
-            daemon = await Daemon.start(ROUTER, tmp_path / "log")
-            await daemon.wait_ready()
-            await daemon.stop()
-        assert (tmp_path / "log").read_text() == "a line\na line\n"
-
-    run(case)
+        await daemon.stop()
+    assert (tmp_path / "log").read_text() == "a line\na line\n"
 
 
 def test_daemons_end_when_whoever_started_them_is_killed(fake: Callable[..., Path], tmp_path: Path) -> None:
@@ -237,15 +196,12 @@ def test_daemons_end_when_whoever_started_them_is_killed(fake: Callable[..., Pat
     wait_for(lambda: not any(is_alive(pid) for pid in pids(here)))
 
 
-def test_the_flags_of_a_config_make_that_very_config(tmp_path: Path) -> None:
+async def test_the_flags_of_a_config_make_that_very_config(tmp_path: Path) -> None:
     """The daemon's own word is that of its config: node, and a listener on a port of the system's choice."""
 
-    async def case() -> None:
-        daemon = await Daemon.start(RouterConfig(listen="127.0.0.1:0", node="some.node-7"), tmp_path / "log")
-        ready = await daemon.wait_ready()
-        assert json.dumps(ready)
-        assert ready["node"] == "some.node-7"
-        assert ready["http"].startswith("127.0.0.1:")
-        assert await daemon.stop() == 0
-
-    run(case)
+    daemon = await Daemon.start(RouterConfig(listen="127.0.0.1:0", node="some.node-7"), tmp_path / "log")
+    ready = await daemon.wait_ready()
+    assert json.dumps(ready)
+    assert ready["node"] == "some.node-7"
+    assert ready["http"].startswith("127.0.0.1:")
+    assert await daemon.stop() == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import uvloop
 from prometheus_client import CollectorRegistry
 
 from pdtransfer.bus.keys import generate
@@ -37,62 +36,54 @@ from pdtransfer.wire import (
 from tests.support.routing_world import identity
 
 
-def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
-    async def case() -> None:
-        config = PrefillConfig(slots=1_024, http="")
-        engine = create_engine(config.factory, config.engine_config)
-        settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
-        port, sent = ThreadQueues[Order](), list[tuple[str, Message]]()
-        prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
-        prefill_daemon.desk._send = lambda peer, message: bool(sent.append((peer, message))) or True
-        follower = JoinedRank(Ranks(1, 2), "p0-tp1")
-        begin = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
-        try:
-            for node in ("a", "b"):
-                prefill_daemon.desk.receive(f"node:{node}", Hello(1, 1, identity(node, "router", 1)))
-            for message in (begin, Cancel(7, Cause.ABORTED.value), Ended(7)):
-                prefill_daemon.desk.receive("node:a", message)
-            assert prefill_daemon.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
-            prefill_daemon.desk.receive("node:b", begin)
-            (end,) = [message for peer, message in sent if peer == "node:b" and isinstance(message, End)]
-            assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0000000000000007 is in use")
-            assert not [order for order in port.poll() if isinstance(order, Free)], (
-                "the follower may still read its pages"
-            )
-            prefill_daemon.group.reported(follower, RankDrained(1, 1))
-            assert port.poll() == [Free(1)]
-            assert prefill_daemon.load().slots_free == 1_024
-            prefill_daemon.desk.receive("node:b", Ended(7))
-            prefill_daemon.desk.receive("node:a", Begin(8, begin.prompt, begin.sampling, begin.peers, 60_000))
-            assert [type(order) for order in port.poll()] == [Compute]
-        finally:
-            prefill_daemon.desk.ticker.stop()
-            await prefill_daemon.node.close()
-            port.close()
-
-    uvloop.run(case())
+async def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
+    config = PrefillConfig(slots=1_024, http="")
+    engine = create_engine(config.factory, config.engine_config)
+    settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
+    port, sent = ThreadQueues[Order](), list[tuple[str, Message]]()
+    prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
+    prefill_daemon.desk._send = lambda peer, message: bool(sent.append((peer, message))) or True
+    follower = JoinedRank(Ranks(1, 2), "p0-tp1")
+    begin = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
+    try:
+        for node in ("a", "b"):
+            prefill_daemon.desk.receive(f"node:{node}", Hello(1, 1, identity(node, "router", 1)))
+        for message in (begin, Cancel(7, Cause.ABORTED.value), Ended(7)):
+            prefill_daemon.desk.receive("node:a", message)
+        assert prefill_daemon.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
+        prefill_daemon.desk.receive("node:b", begin)
+        (end,) = [message for peer, message in sent if peer == "node:b" and isinstance(message, End)]
+        assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0000000000000007 is in use")
+        assert not [order for order in port.poll() if isinstance(order, Free)], "the follower may still read its pages"
+        prefill_daemon.group.reported(follower, RankDrained(1, 1))
+        assert port.poll() == [Free(1)]
+        assert prefill_daemon.load().slots_free == 1_024
+        prefill_daemon.desk.receive("node:b", Ended(7))
+        prefill_daemon.desk.receive("node:a", Begin(8, begin.prompt, begin.sampling, begin.peers, 60_000))
+        assert [type(order) for order in port.poll()] == [Compute]
+    finally:
+        prefill_daemon.desk.ticker.stop()
+        await prefill_daemon.node.close()
+        port.close()
 
 
 @pytest.mark.parametrize(("ranks", "announced"), [(Ranks(), 0), (Ranks(0, 2), 1)])
-def test_only_a_leader_that_ranks_follow_announces_its_steps(ranks: Ranks, announced: int) -> None:
-    async def case() -> None:
-        config = PrefillConfig(slots=1_024, http="")
-        engine = create_engine(config.factory, config.engine_config)
-        settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
-        port, submitted = ThreadQueues[Order](), list[object]()
-        prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(ranks))
-        port.to_loop = lambda *call: submitted.append(call)  # type: ignore[method-assign]
-        try:
-            port.to_engine(Drop(1))
-            port.to_engine(Quit())
-            prefill_daemon.thread.run()
-        finally:
-            prefill_daemon.desk.ticker.stop()
-            await prefill_daemon.node.close()
-            port.close()
-        assert len(submitted) == announced
-
-    uvloop.run(case())
+async def test_only_a_leader_that_ranks_follow_announces_its_steps(ranks: Ranks, announced: int) -> None:
+    config = PrefillConfig(slots=1_024, http="")
+    engine = create_engine(config.factory, config.engine_config)
+    settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
+    port, submitted = ThreadQueues[Order](), list[object]()
+    prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(ranks))
+    port.to_loop = lambda *call: submitted.append(call)  # type: ignore[method-assign]
+    try:
+        port.to_engine(Drop(1))
+        port.to_engine(Quit())
+        prefill_daemon.thread.run()
+    finally:
+        prefill_daemon.desk.ticker.stop()
+        await prefill_daemon.node.close()
+        port.close()
+    assert len(submitted) == announced
 
 
 @pytest.mark.parametrize(
@@ -120,53 +111,47 @@ def test_keys_that_cannot_be_read_are_reported_before_the_engine_is_made(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) -> None:
-    async def case() -> None:
-        config = PrefillConfig(slots=1_024, http="")
-        engine = create_engine(config.factory, config.engine_config)
-        settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
-        port = ThreadQueues[Order]()
-        prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
-        ends = list[End]()
-        prefill_daemon.desk.end = lambda begin, end: ends.append(end)  # type: ignore[method-assign]
-        try:
-            prefill_daemon.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
-            prefill_daemon.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
-            clock = clock_digest() if shared else b"another host's"
-            prefill_daemon.group.reported(JoinedRank(Ranks(1, 2), "p0-tp1"), RankLanded(1, 1, 10, 1, 5_000, clock))
-            prefill_daemon.landed(prefill_daemon.rank.rooms[1], 20, 2, 4_000)
-            (end,) = ends
-            assert (end.kv_bytes, end.stamp_ns, end.clock) == ((30, 5_000, clock_digest()) if shared else (30, 0, b""))
-        finally:
-            prefill_daemon.desk.ticker.stop()
-            await prefill_daemon.node.close()
-            port.close()
-
-    uvloop.run(case())
+async def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) -> None:
+    config = PrefillConfig(slots=1_024, http="")
+    engine = create_engine(config.factory, config.engine_config)
+    settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
+    port = ThreadQueues[Order]()
+    prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
+    ends = list[End]()
+    prefill_daemon.desk.end = lambda begin, end: ends.append(end)  # type: ignore[method-assign]
+    try:
+        prefill_daemon.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
+        prefill_daemon.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
+        clock = clock_digest() if shared else b"another host's"
+        prefill_daemon.group.reported(JoinedRank(Ranks(1, 2), "p0-tp1"), RankLanded(1, 1, 10, 1, 5_000, clock))
+        prefill_daemon.landed(prefill_daemon.rank.rooms[1], 20, 2, 4_000)
+        (end,) = ends
+        assert (end.kv_bytes, end.stamp_ns, end.clock) == ((30, 5_000, clock_digest()) if shared else (30, 0, b""))
+    finally:
+        prefill_daemon.desk.ticker.stop()
+        await prefill_daemon.node.close()
+        port.close()
 
 
-def test_a_rank_that_reports_twice_or_what_no_prefill_rank_reports_is_refused() -> None:
-    async def case() -> None:
-        config = PrefillConfig(slots=1_024, http="")
-        engine = create_engine(config.factory, config.engine_config)
-        settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
-        port = ThreadQueues[Order]()
-        prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
-        other = JoinedRank(Ranks(1, 2), "p0-tp1")
-        try:
-            prefill_daemon.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
-            prefill_daemon.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
-            for report in (RankLanded(1, 1, 10, 1, 1), RankPicked(2, 1, b"aux"), RankDrained(3, 1)):
+async def test_a_rank_that_reports_twice_or_what_no_prefill_rank_reports_is_refused() -> None:
+    config = PrefillConfig(slots=1_024, http="")
+    engine = create_engine(config.factory, config.engine_config)
+    settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
+    port = ThreadQueues[Order]()
+    prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
+    other = JoinedRank(Ranks(1, 2), "p0-tp1")
+    try:
+        prefill_daemon.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
+        prefill_daemon.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
+        for report in (RankLanded(1, 1, 10, 1, 1), RankPicked(2, 1, b"aux"), RankDrained(3, 1)):
+            prefill_daemon.group.reported(other, report)
+            with pytest.raises(RemoteProtocolError, match=f"{type(report).__name__} of room 1, not due"):
                 prefill_daemon.group.reported(other, report)
-                with pytest.raises(RemoteProtocolError, match=f"{type(report).__name__} of room 1, not due"):
-                    prefill_daemon.group.reported(other, report)
-            with pytest.raises(RemoteProtocolError, match="RankReady of room 1, not due"):
-                prefill_daemon.group.reported(other, RankReady(4, 1, 0, 0))
-            prefill_daemon.group.reported(other, RankLanded(5, 99, 10, 1, 1))  # of a room that is over
-            assert prefill_daemon.load().slots_free == 1_024 - 3, "this rank has neither written nor drained it"
-        finally:
-            prefill_daemon.desk.ticker.stop()
-            await prefill_daemon.node.close()
-            port.close()
-
-    uvloop.run(case())
+        with pytest.raises(RemoteProtocolError, match="RankReady of room 1, not due"):
+            prefill_daemon.group.reported(other, RankReady(4, 1, 0, 0))
+        prefill_daemon.group.reported(other, RankLanded(5, 99, 10, 1, 1))  # of a room that is over
+        assert prefill_daemon.load().slots_free == 1_024 - 3, "this rank has neither written nor drained it"
+    finally:
+        prefill_daemon.desk.ticker.stop()
+        await prefill_daemon.node.close()
+        port.close()

@@ -16,7 +16,8 @@ from pdtransfer.serve.commands.cli import main
 from pdtransfer.serve.engines.transformers.factory import generate_many
 from pdtransfer.wire import Sampling
 from tests.support import checkpoints
-from tests.support.fleets import Answer, Running, Site, running
+from tests.support.fleets import Answer, Site, running
+from tests.support.waiting import Running, standing
 
 TOKENS = 12
 BLOCK = Limits().prefix_block_tokens
@@ -29,13 +30,12 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def on(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def site(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
     one = {"model": str(directory), "engine_option": OPTIONS, "page_size": 16}
     prefill = one | {"chunk_tokens": 32, "host_layout": "layer_first"}
     memory = "hbm" if directory.name == "deepseek_v3" else "dram"
     decode = one | {"verify": True, "engine_option": (*OPTIONS, f"kv_memory={memory}")}
-    with running(tmp_path_factory.mktemp("f"), prefills=[prefill], decodes=[decode]) as on:
-        yield on
+    yield from standing(running(tmp_path_factory.mktemp("f"), prefills=[prefill], decodes=[decode]))
 
 
 def alone(directory: Path, prompt: np.ndarray) -> dict[str, str]:
@@ -49,59 +49,47 @@ async def complete(site: Site, prompt: np.ndarray) -> Answer:
     return await site.complete(prompt.tolist(), max_tokens=TOKENS)
 
 
-def test_answers_of_daemons_are_bitwise_those_of_one_process(on: Running, directory: Path) -> None:
-    async def case(site: Site) -> None:
-        answers = await asyncio.gather(*(complete(site, prompt) for prompt in checkpoints.prompts()))
-        for answer, prompt in zip(answers, checkpoints.prompts(), strict=True):
-            assert answer.status == 200, answer
-            assert answer.facts | alone(directory, prompt) == answer.facts
-        await site.settled()
-        assert (await site.metrics(site.decode))["pdtransfer_grants_mismatched_total"] == 0
-
-    on(case)
+async def test_answers_of_daemons_are_bitwise_those_of_one_process(site: Site, directory: Path) -> None:
+    answers = await asyncio.gather(*(complete(site, prompt) for prompt in checkpoints.prompts()))
+    for answer, prompt in zip(answers, checkpoints.prompts(), strict=True):
+        assert answer.status == 200, answer
+        assert answer.facts | alone(directory, prompt) == answer.facts
+    await site.settled()
+    assert (await site.metrics(site.decode))["pdtransfer_grants_mismatched_total"] == 0
 
 
-def test_a_prompt_that_shares_a_prefix_gets_it_from_the_cache_and_the_same_tokens(on: Running, directory: Path) -> None:
+async def test_a_prompt_that_shares_a_prefix_gets_it_from_the_cache_and_the_same_tokens(
+    site: Site, directory: Path
+) -> None:
     first, second = checkpoints.prompts(9, (150, 40))
     longer = np.concatenate((first, second))
-
-    async def case(site: Site) -> None:
-        for prompt in (first, longer):
-            answer = await complete(site, prompt)
-            assert answer.facts["tokens_digest"] == alone(directory, prompt)["tokens_digest"]
-        assert answer.body["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
-        await site.settled()
-
-    on(case)
+    for prompt in (first, longer):
+        answer = await complete(site, prompt)
+        assert answer.facts["tokens_digest"] == alone(directory, prompt)["tokens_digest"]
+    assert answer.body["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
+    await site.settled()
 
 
 @pytest.mark.full
-def test_workers_of_two_ranks_answer_as_one_process(tmp_path: Path) -> None:
+async def test_workers_of_two_ranks_answer_as_one_process(tmp_path: Path) -> None:
     directory = checkpoints.make("qwen3", tmp_path / "qwen3")
     one = {"model": str(directory), "engine_option": ("threads=1",), "page_size": 16, "tp_size": 2}
     prompts = checkpoints.prompts(5, (3, 40, 70))
     sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
     expected = generate_many(checkpoints.config(directory), [(prompt, sampling) for prompt in prompts])
-
-    async def case(site: Site) -> None:
+    async with running(tmp_path, prefills=[one], decodes=[one]) as site:
         answers = await asyncio.gather(*(complete(site, prompt) for prompt in prompts))
         for answer, alone in zip(answers, expected, strict=True):
             assert answer.status == 200, answer
             assert answer.facts["tokens_digest"] == alone.tokens_digest.hex()
         await site.settled()
 
-    with running(tmp_path, prefills=[one], decodes=[one]) as on:
-        on(case)
 
-
-def test_what_the_model_does_not_have_is_refused_with_both_values(on: Running) -> None:
-    async def case(site: Site) -> None:
-        answer = await site.complete([1, 512])
-        assert answer.status == 400, answer
-        assert "id 512 is not within [0, 512)" in answer.error["message"]
-        await site.settled()
-
-    on(case)
+async def test_what_the_model_does_not_have_is_refused_with_both_values(site: Site) -> None:
+    answer = await site.complete([1, 512])
+    assert answer.status == 400, answer
+    assert "id 512 is not within [0, 512)" in answer.error["message"]
+    await site.settled()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -123,15 +111,14 @@ def test_a_directory_that_is_no_checkpoint_is_one_line_that_names_it(
         pytest.param("deepseek_v32", 1, 9, marks=pytest.mark.full),
     ],
 )  # fmt: skip
-def test_ten_turns_of_a_chat_are_computed_where_their_kv_is(
+async def test_ten_turns_of_a_chat_are_computed_where_their_kv_is(
     tmp_path: Path, family: str, ranks: int, turns_kept: int
 ) -> None:
     """The rows before a window are not kept: such a model's turns are handed over."""
     directory = checkpoints.make(family, tmp_path / family)
     one = {"model": str(directory), "engine_option": ("threads=1",), "page_size": 16}
     sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
-
-    async def case(site: Site) -> None:
+    async with running(tmp_path, prefills=[one], decodes=[one | {"tp_size": ranks}]) as site:
         prompt, one_engine, cached = checkpoints.prompts(3, (100,))[0], 0, 0
         for turn in range(10):
             one_engine += len(prompt) - cached
@@ -146,6 +133,3 @@ def test_ten_turns_of_a_chat_are_computed_where_their_kv_is(
         name = "pdtransfer_computed_tokens_total"
         assert (prefill[name] + decode[name] <= 1.05 * one_engine) is (turns_kept == 9)
         await site.settled()
-
-    with running(tmp_path, prefills=[one], decodes=[one | {"tp_size": ranks}]) as on:
-        on(case)

@@ -26,8 +26,9 @@ from tests.serve.engines.transformers.checkpoint_ranks import generated_by_ranks
 from tests.serve.engines.transformers.replays import Replays
 from tests.support import checkpoints
 from tests.support.checkpoints import TOP_K, Handoff, generated, prompts, request
-from tests.support.fleets import LIMITS, Answer, Running, Site, running
+from tests.support.fleets import LIMITS, Answer, Site, running
 from tests.support.page_table import WatchedMemory, touched_at_picks
+from tests.support.waiting import Running, standing
 
 HOT = TOP_K + 8
 TOKENS = 16
@@ -196,7 +197,7 @@ def test_a_cancelled_request_gives_all_back_and_changes_no_other(directory: Path
 
 
 @pytest.fixture(scope="module")
-def on(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def site(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
     """Real daemons. The device of decode has places for two long requests."""
     one = {"model": str(directory), "engine_option": ("threads=1",), "page_size": 16}
     sparse = one | {
@@ -205,8 +206,7 @@ def on(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
         "limits": replace(LIMITS, hisparse_wait_steps=1, hisparse_quantum_steps=2),
     }  # fmt: skip
     prefill = one | {"chunk_tokens": 32, "host_layout": "page_first"}
-    with running(tmp_path_factory.mktemp("f"), prefills=[prefill], decodes=[sparse]) as on:
-        yield on
+    yield from standing(running(tmp_path_factory.mktemp("f"), prefills=[prefill], decodes=[sparse]))
 
 
 def answered(answer: Answer, directory: Path, prompt: NDArray[np.int64], sparse: bool) -> bool:
@@ -216,37 +216,31 @@ def answered(answer: Answer, directory: Path, prompt: NDArray[np.int64], sparse:
 
 
 @pytest.mark.full
-def test_daemons_answer_both_kinds_of_requests_with_the_tokens_of_transformers(on: Running, directory: Path) -> None:
+async def test_daemons_answer_both_kinds_of_requests_with_the_tokens_of_transformers(
+    site: Site, directory: Path
+) -> None:
     asked = [(prompt, kind) for prompt in prompts(6, LENGTHS) for kind in (True, False)]
-
-    async def case(site: Site) -> None:
-        answers = await asyncio.gather(
-            *(site.complete(prompt.tolist(), max_tokens=TOKENS, enable_hisparse=kind) for prompt, kind in asked)
-        )
-        for answer, (prompt, kind) in zip(answers, asked, strict=True):
-            assert answered(answer, directory, prompt, kind), answer
-        await site.settled()
-        metrics = await site.metrics(site.decode)
-        # Three long requests fill their places in each group of layers, of which there are at least two.
-        assert metrics["pdtransfer_hot_misses_total"] > 3 * 2 * HOT
-        assert metrics["pdtransfer_admission_bytes_total"] == metrics["pdtransfer_preloaded_bytes_total"] > 0
-        assert (metrics["pdtransfer_hisparse_running"], metrics["pdtransfer_grants_mismatched_total"]) == (0, 0)
-
-    on(case)
+    answers = await asyncio.gather(
+        *(site.complete(prompt.tolist(), max_tokens=TOKENS, enable_hisparse=kind) for prompt, kind in asked)
+    )
+    for answer, (prompt, kind) in zip(answers, asked, strict=True):
+        assert answered(answer, directory, prompt, kind), answer
+    await site.settled()
+    metrics = await site.metrics(site.decode)
+    # Three long requests fill their places in each group of layers, of which there are at least two.
+    assert metrics["pdtransfer_hot_misses_total"] > 3 * 2 * HOT
+    assert metrics["pdtransfer_admission_bytes_total"] == metrics["pdtransfer_preloaded_bytes_total"] > 0
+    assert (metrics["pdtransfer_hisparse_running"], metrics["pdtransfer_grants_mismatched_total"]) == (0, 0)
 
 
-def test_a_prefix_that_is_cached_crosses_once(on: Running, directory: Path) -> None:
+async def test_a_prefix_that_is_cached_crosses_once(site: Site, directory: Path) -> None:
     first, second = prompts(9, (150, 40))
     longer = np.concatenate((first, second))
-
-    async def case(site: Site) -> None:
-        for prompt in (first, longer):
-            answer = await site.complete(prompt.tolist(), max_tokens=TOKENS, enable_hisparse=True)
-            assert answered(answer, directory, prompt, True), answer
-        assert answer.body["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
-        await site.settled()
-
-    on(case)
+    for prompt in (first, longer):
+        answer = await site.complete(prompt.tolist(), max_tokens=TOKENS, enable_hisparse=True)
+        assert answered(answer, directory, prompt, True), answer
+    assert answer.body["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
+    await site.settled()
 
 
 def refusal(directory: Path, hot: HiSparse, **options: str) -> str:

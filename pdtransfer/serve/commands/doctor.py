@@ -130,8 +130,5 @@ def _show(findings: list[Finding], lacking: list[str]) -> None:
             console.print(Text(f"{indent}-> {finding.mend}", style="bold"), soft_wrap=True)
     warned = sum(finding.state == "warn" for finding in findings)
     rest = f"{warned} warning{'s' * (warned != 1)}." if warned else ""
-    console.print(
-        f"Missing: {', '.join(lacking)}. {rest}".rstrip()
-        if lacking
-        else f"Nothing required is missing. {rest}".rstrip()
-    )
+    summary = f"Missing: {', '.join(lacking)}." if lacking else "Nothing required is missing."
+    console.print(f"{summary} {rest}".rstrip())

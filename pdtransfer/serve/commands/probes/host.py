@@ -124,9 +124,7 @@ def clock(root: Path) -> Seen:
     source = read(within(root, _CLOCK)) or "unknown"
     guest = re.search(r"^(flags|Features)\s*:.*\bhypervisor\b", read(within(root, "/proc/cpuinfo")), re.MULTILINE)
     step_s = time.clock_getres(time.CLOCK_MONOTONIC)
-    text = f"CLOCK_MONOTONIC by {source}, in steps of {step_s * 1e9:,.0f} ns" + (
-        ", under a hypervisor" if guest else ""
-    )
+    text = f"CLOCK_MONOTONIC by {source}, in steps of {step_s * 1e9:,.0f} ns{', under a hypervisor' if guest else ''}"
     mend = f"echo tsc > {_CLOCK}, where {_CLOCK.replace('current', 'available')} has it"
     if step_s > CLOCK_STEP_S_MAX:
         return warn(f"{text}: too coarse for deadlines in milliseconds", mend)

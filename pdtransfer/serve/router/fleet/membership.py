@@ -70,17 +70,14 @@ class Membership:
 
     def _take(self, role: Role, address: str, roles: dict[str, Role]) -> None:
         """`roles` are the site's, as of now."""
+        name = split_key(address)[1]
         if roles.get(address, role) != role:
-            raise ConfigError(
-                f"worker = {split_key(address)[1]!r}: is already a {roles[address]} worker of this router"
-            )
+            raise ConfigError(f"worker = {name!r}: is already a {roles[address]} worker of this router")
         if address not in roles and len(roles) >= WORKERS_MAX:
-            raise WorldError(
-                f"worker = {split_key(address)[1]!r}: this router has {len(roles)} workers, which is the limit"
-            )
+            raise WorldError(f"worker = {name!r}: this router has {len(roles)} workers, which is the limit")
         self.site.add_worker(role, address)
         roles[address] = role
-        log.info("%s %s was added", role, split_key(address)[1])
+        log.info("%s %s was added", role, name)
 
     def check(self, role: str, address: str) -> None:
         """Raises ConfigError for a worker that may not be added. It may wait for the resolver of names."""

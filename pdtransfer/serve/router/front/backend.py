@@ -66,11 +66,8 @@ class Paths:
     @property
     def text(self) -> str:
         """Those that a client may see."""
-        named = [
-            *(f"POST {path}" for path in self.generate),
-            "GET /v1/models",
-            *(f"POST {path}" for path in self.texts),
-        ]
+        generate, texts = ([f"POST {path}" for path in paths] for paths in (self.generate, self.texts))
+        named = [*generate, "GET /v1/models", *texts]
         return f"{', '.join(named[:-1])} and {named[-1]}"
 
 

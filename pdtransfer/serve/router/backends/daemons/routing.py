@@ -478,17 +478,16 @@ def _progress(room: RoutedRoom, leg: RoomLeg) -> str:
 
 def _report(room: RoutedRoom, *, ended: bool = True) -> RoomReport:
     """`ended`: its workers were left to end it, so that their Ends count."""
-    prefill = room.prefill
-    ends = (None if prefill is None else prefill.end, room.decode.end) if ended else (None, None)
-    resumptions, tokens = 0 if room.so_far is None else room.so_far.resumptions, room.request.prompt_tokens
+    prefill, so_far = room.prefill, room.so_far
     return RoomReport(
-        room.id,
-        "" if prefill is None else prefill.node,
-        room.decode.node,
-        *ends,
-        tokens,
-        room.request.enable_hisparse,
-        resumptions,
+        id=room.id,
+        prefill_node="" if prefill is None else prefill.node,
+        decode_node=room.decode.node,
+        prefill=prefill.end if ended and prefill is not None else None,
+        decode=room.decode.end if ended else None,
+        prompt_tokens=room.request.prompt_tokens,
+        enable_hisparse=room.request.enable_hisparse,
+        resumptions=0 if so_far is None else so_far.resumptions,
     )
 
 

@@ -330,10 +330,8 @@ class WorkerPool:
 
     def _heed(self, decode: Worker, now: float) -> None:
         if decode.load is not None and (decode.load.unusable or decode.unusable):
-            since = (
-                now - (self._limits.silence_ms + 2 * self._limits.resend_ms_max) / 1e3
-            )  # decode greets it anew by then
-            decode.unusable = reasons(decode.load, self.by_peer.values(), since)
+            greeted_ms = self._limits.silence_ms + 2 * self._limits.resend_ms_max  # decode greets it anew by then
+            decode.unusable = reasons(decode.load, self.by_peer.values(), now - greeted_ms / 1e3)
             self._candidates.changed(decode)
 
     def refuse(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:

@@ -218,7 +218,11 @@ def worker_status(worker: Worker, why: str = "") -> WorkerStatus:
     load, figures, window = worker.load, worker.figures.latest, worker.figures
     kv_bytes_s = window.rate("kv_bytes")
     is_decode = worker.role == "decode"
-    sparse = load if load is not None and load.sparse_slots_total else None
+    slots = sparse_slots = None
+    if load is not None:
+        slots = SlotsStatus(free=load.slots_free, total=load.slots_total, quarantined=load.slots_quarantined)
+    if load is not None and load.sparse_slots_total:
+        sparse_slots = SlotsStatus(free=load.sparse_slots_free, total=load.sparse_slots_total)
     hisparse = figures if is_decode and load is not None and load.enable_hisparse else None
     return WorkerStatus(
         role=worker.role,
@@ -237,12 +241,8 @@ def worker_status(worker: Worker, why: str = "") -> WorkerStatus:
         rooms_failed=None if figures is None else figures.rooms_failed,
         rooms_cancelled=None if figures is None else figures.rooms_cancelled,
         sessions=None if figures is None else _counts(figures.sessions),
-        slots=None
-        if load is None
-        else SlotsStatus(free=load.slots_free, total=load.slots_total, quarantined=load.slots_quarantined),
-        sparse_slots=None
-        if sparse is None
-        else SlotsStatus(free=sparse.sparse_slots_free, total=sparse.sparse_slots_total),
+        slots=slots,
+        sparse_slots=sparse_slots,
         quarantined_bytes=None if figures is None or not is_decode else figures.quarantined_bytes,
         kv_bytes=None if figures is None else figures.kv_bytes,
         kv_gb_s=None if kv_bytes_s is None else kv_bytes_s / 1e9,

@@ -46,9 +46,8 @@ def hand_offs_of(metrics: bytes) -> HandOffs | None:
     """Reads an engine's metrics; None where it has no pdtransfer connector."""
     counts = {"received": 0.0, "computed": 0.0, "bytes": 0.0}
     refusals: list[str] = []
-    is_reported = False
-    for name, labels, value in _LINE.findall(metrics):
-        is_reported = True
+    lines = _LINE.findall(metrics)
+    for name, labels, value in lines:
         try:
             amount = float(value)
         except ValueError:
@@ -63,9 +62,8 @@ def hand_offs_of(metrics: bytes) -> HandOffs | None:
                 refusals.append(_unescaped(shown.get(b"fact", b"")))
         elif b"received" in (shown.get(b"end"), shown.get(b"direction")):
             counts["received" if name == b"rooms" else "bytes"] += amount
-    if not is_reported:
-        return None
-    return HandOffs(int(counts["received"]), int(counts["computed"]), int(counts["bytes"]), tuple(refusals))
+    received, computed, kv_bytes = map(int, counts.values())
+    return HandOffs(received, computed, kv_bytes, tuple(refusals)) if lines else None
 
 
 def differences(decode: str, refusals: tuple[str, ...], prefills: Mapping[str, object]) -> list[str]:

@@ -30,17 +30,17 @@ class KVLayers:
 
 def speculation(vllm_config: Any) -> dict[str, str]:
     """The fact of a drafter; none where drafts need no KV."""
-    if not _drafts_with_kv(vllm_config):
+    if (speculative := _drafting(vllm_config)) is None:
         return {}
-    drafter = _drafter(vllm_config)
+    drafter = getattr(speculative, "draft_model_config", None)
     config = drafter.hf_config.to_dict() if drafter is not None else {}
-    return {"speculation": f"{vllm_config.speculative_config.method} {config_digest(config)}"}
+    return {"speculation": f"{speculative.method} {config_digest(config)}"}
 
 
 def layers_with_kv(vllm_config: Any) -> list[KVLayers]:
     """Of the model, and of its drafter, which the last stage alone has."""
     models = [vllm_config.model_config]
-    if _drafts_with_kv(vllm_config) and (drafter := _drafter(vllm_config)) is not None:
+    if (drafter := getattr(_drafting(vllm_config), "draft_model_config", None)) is not None:
         models.append(drafter)
     return [
         KVLayers(
@@ -63,10 +63,7 @@ def drafter_layers(vllm_config: Any, names: Iterable[str]) -> set[str]:
     return {name for name in names if drafters and is_of_drafter(name)}
 
 
-def _drafts_with_kv(vllm_config: Any) -> bool:
+def _drafting(vllm_config: Any) -> Any:
+    """How vLLM speculates; None where drafts need no KV."""
     speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.method not in _WITHOUT_KV
-
-
-def _drafter(vllm_config: Any) -> Any:
-    return getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return None if speculative is None or speculative.method in _WITHOUT_KV else speculative

@@ -173,6 +173,11 @@ def check_honest_lands(end: PrefillEnd, writes: list[fx.Write]) -> None:
     assert [landed.session for landed in sent(effects, Landed)] == [HONEST]
 
 
+@pytest.fixture
+def end() -> PrefillEnd:
+    return PrefillEnd()
+
+
 @pytest.mark.parametrize(("message", "named"), BAD_GRANTS.values(), ids=BAD_GRANTS)
 def test_a_bad_grant_ends_its_own_session_and_names_field_and_values(message: Grant, named: str) -> None:
     end, writes = beset()
@@ -197,8 +202,7 @@ def test_a_grant_before_any_byte_is_registered_is_a_breach(message: Message, rea
     assert not end.core.sessions[HOSTILE].open if ready is None else HOSTILE not in end.core.sessions
 
 
-def test_a_grant_beyond_what_is_registered_is_a_breach_and_below_it_is_none() -> None:
-    end = PrefillEnd()
+def test_a_grant_beyond_what_is_registered_is_a_breach_and_below_it_is_none(end: PrefillEnd) -> None:
     end.receive(end.hello(), end.register(HOSTILE), peer=D2)
     end.core.mapped(HOSTILE, ARENA_BYTES // 2 + C4_ROW)  # all of kv, and one row of c4
     assert sent(end.receive(grant(1, tokens=4, session=HOSTILE), peer=D2), Granted) == [Granted(HOSTILE, 1)]
@@ -239,8 +243,7 @@ def test_a_grant_for_a_room_of_another_peer_fails_alone() -> None:
     check_honest_lands(end, writes)
 
 
-def test_a_grant_that_came_for_a_room_of_another_peer_before_it_was_open_fails_alone() -> None:
-    end = PrefillEnd()
+def test_a_grant_that_came_for_a_room_of_another_peer_before_it_was_open_fails_alone(end: PrefillEnd) -> None:
     end.up(HONEST, D)
     end.up(HOSTILE, D2)
     end.receive(grant(session=HOSTILE), grant(2, session=HOSTILE, at=20), peer=D2)
@@ -251,8 +254,7 @@ def test_a_grant_that_came_for_a_room_of_another_peer_before_it_was_open_fails_a
     assert {write.session for write in of(end.push(), fx.Write)} == {HONEST}
 
 
-def test_one_grant_too_many_fails_alone() -> None:
-    end = PrefillEnd()
+def test_one_grant_too_many_fails_alone(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant())
@@ -266,8 +268,7 @@ def test_one_grant_too_many_fails_alone() -> None:
     assert len(of(end.push(), fx.Write)) == 2
 
 
-def test_a_grant_of_other_tokens_than_the_engine_has_fails_the_room_with_both_values() -> None:
-    end = PrefillEnd()
+def test_a_grant_of_other_tokens_than_the_engine_has_fails_the_room_with_both_values(end: PrefillEnd) -> None:
     end.up()
     end.open(tokens=9)
     effects = end.receive(grant())
@@ -328,8 +329,7 @@ def test_a_register_that_does_not_fit_is_refused_with_field_and_values(changes: 
     check_honest_lands(end, writes)
 
 
-def test_every_difference_has_a_line_of_its_own() -> None:
-    end = PrefillEnd()
+def test_every_difference_has_a_line_of_its_own(end: PrefillEnd) -> None:
     end.receive(end.hello())
     wrong = kv(tokens_per_row=2, layout=planes(dtype="float64"))
     (reject,) = sent(end.receive(end.register(components=wrong)), Reject)
@@ -394,8 +394,7 @@ def test_each_field_of_a_repeated_reach_is_compared_and_no_secret_is_shown(field
     check_honest_lands(end, writes)
 
 
-def test_session_0_is_no_session() -> None:
-    end = PrefillEnd()
+def test_session_0_is_no_session(end: PrefillEnd) -> None:
     end.receive(end.hello())
     assert refusal(end.receive(end.register(0))) == f"Register.session: 0x0 is not a session of {D}"
 
@@ -409,8 +408,7 @@ def test_versions_that_do_not_meet_are_refused_with_both_ranges(low: int, high: 
     check_honest_lands(end, writes)
 
 
-def test_a_prefill_that_dials_a_prefill_is_refused() -> None:
-    end = PrefillEnd()
+def test_a_prefill_that_dials_a_prefill_is_refused(end: PrefillEnd) -> None:
     effects = end.receive(Hello(1, 1, identity("p1", "prefill")))
     assert refusal(effects) == "role: p1 has 'prefill', p0 'decode'"
 
@@ -535,8 +533,7 @@ def test_what_a_condemned_session_sends_is_taken_as_proof_and_nothing_else() -> 
 # What one peer can make us hold
 
 
-def test_grants_for_rooms_that_nobody_opens_are_held_within_the_window() -> None:
-    end = PrefillEnd()
+def test_grants_for_rooms_that_nobody_opens_are_held_within_the_window(end: PrefillEnd) -> None:
     end.up(HOSTILE, D2)
     session = end.core.sessions[HOSTILE]
     for number in range(1, 10 * LIMITS.window):
@@ -551,9 +548,8 @@ def test_grants_for_rooms_that_nobody_opens_are_held_within_the_window() -> None
     assert session.open
 
 
-def test_slots_that_are_granted_once_are_all_that_one_can_make_a_prefill_remember() -> None:
+def test_slots_that_are_granted_once_are_all_that_one_can_make_a_prefill_remember(end: PrefillEnd) -> None:
     """Extents cost memory: they may not overlap, so that an arena's slots bound them."""
-    end = PrefillEnd()
     end.up(HOSTILE, D2)
     for number, at in enumerate((0, 8), 1):
         parts = (part(extents=tuple((at + index, 1) for index in range(8))),)
@@ -562,8 +558,7 @@ def test_slots_that_are_granted_once_are_all_that_one_can_make_a_prefill_remembe
     assert "overlap" in refusal(effects)
 
 
-def test_sessions_of_one_peer_are_bounded_while_their_arenas_are_being_mapped() -> None:
-    end = PrefillEnd()
+def test_sessions_of_one_peer_are_bounded_while_their_arenas_are_being_mapped(end: PrefillEnd) -> None:
     end.receive(end.hello())
     answers = [effect for n in range(1, 20) for effect in end.receive(end.register(n))]
     assert len(of(answers, fx.Map)) == LIMITS.peer_sessions_max

@@ -30,8 +30,12 @@ def free(here: Coordinator) -> tuple[int, int, int]:
 EMPTY = (100, 2, 20)
 
 
-def test_a_long_request_gets_hot_places_and_one_for_the_newest_token() -> None:
-    coordinator = Coordinator(CAPACITY)
+@pytest.fixture
+def coordinator() -> Coordinator:
+    return Coordinator(CAPACITY)
+
+
+def test_a_long_request_gets_hot_places_and_one_for_the_newest_token(coordinator: Coordinator) -> None:
     placement = running(coordinator, 1, tokens=20, growth=4)
     assert placement.device_slots.dtype == np.int64
     assert len(set(placement.device_slots.tolist())) == 8 + 1
@@ -39,8 +43,7 @@ def test_a_long_request_gets_hot_places_and_one_for_the_newest_token() -> None:
     assert free(coordinator) == (76, 1, 11)
 
 
-def test_a_short_request_gets_a_place_for_each_token_that_it_may_ever_have() -> None:
-    coordinator = Coordinator(CAPACITY)
+def test_a_short_request_gets_a_place_for_each_token_that_it_may_ever_have(coordinator: Coordinator) -> None:
     placement = running(coordinator, 1, tokens=3, growth=2)
     assert (len(placement.device_slots), placement.preload) == (5 + 1, True)
     assert free(coordinator) == (95, 1, 14)
@@ -52,8 +55,7 @@ def test_a_prompt_is_preloaded_where_it_fits_the_buffer_whatever_it_grows_to(tok
     assert (len(placement.device_slots), placement.preload) == (9, preload)
 
 
-def test_two_requests_share_no_row_and_no_device_slot() -> None:
-    coordinator = Coordinator(CAPACITY)
+def test_two_requests_share_no_row_and_no_device_slot(coordinator: Coordinator) -> None:
     one, two = running(coordinator, 1), running(coordinator, 2)
     assert one.row != two.row
     assert not set(one.device_slots.tolist()) & set(two.device_slots.tolist())
@@ -77,8 +79,7 @@ def test_without_device_slots_nothing_is_taken() -> None:
     assert free(coordinator) == before == (56, 1, 8)
 
 
-def test_logical_tokens_are_reserved_before_anything_has_landed() -> None:
-    coordinator = Coordinator(CAPACITY)
+def test_logical_tokens_are_reserved_before_anything_has_landed(coordinator: Coordinator) -> None:
     assert coordinator.alloc_logical_only(1, tokens=60, growth=10)
     assert not coordinator.alloc_logical_only(2, tokens=30, growth=1)
     assert coordinator.state(2) is None
@@ -120,8 +121,7 @@ def test_a_top_k_beyond_the_buffer_is_no_matter_where_every_token_has_a_place() 
     running(Coordinator(Capacity(rows=1, logical_tokens=100, device_slots=20, hot=8, top_k=9)), 1, tokens=8, growth=0)
 
 
-def test_host_slots_have_to_suffice_for_growth() -> None:
-    coordinator = Coordinator(CAPACITY)
+def test_host_slots_have_to_suffice_for_growth(coordinator: Coordinator) -> None:
     assert coordinator.alloc_logical_only(1, tokens=20, growth=4)
     before = free(coordinator)
     with pytest.raises(CapacityError, match="host slots of this request: 24 wanted, 23 available"):
@@ -139,16 +139,14 @@ def test_host_slots_that_are_none_are_refused(slots: np.ndarray) -> None:
     assert coordinator.admit_direct(1, host(24, 49)) is not None
 
 
-def test_host_slots_below_zero_are_refused_where_nobody_knows_the_pool() -> None:
-    coordinator = Coordinator(CAPACITY)
+def test_host_slots_below_zero_are_refused_where_nobody_knows_the_pool(coordinator: Coordinator) -> None:
     assert coordinator.alloc_logical_only(1, tokens=20, growth=4)
     with pytest.raises(LocalProtocolError, match="host slots: -1 to 22"):
         coordinator.admit_direct(1, host(24, -1))
     assert coordinator.admit_direct(1, host(24, 1 << 40)) is not None
 
 
-def test_nobody_grows_beyond_what_was_admitted() -> None:
-    coordinator = Coordinator(CAPACITY)
+def test_nobody_grows_beyond_what_was_admitted(coordinator: Coordinator) -> None:
     running(coordinator, 1, tokens=20, growth=2)
     coordinator.grow(1)
     assert coordinator.remaining(1) == 1
@@ -171,8 +169,7 @@ def test_a_retracted_request_keeps_its_tokens_and_host_slots_and_goes_on_with_wh
     assert coordinator.remaining(1) == 2
 
 
-def test_a_readmitted_request_reads_where_it_has_landed() -> None:
-    coordinator = Coordinator(CAPACITY)
+def test_a_readmitted_request_reads_where_it_has_landed(coordinator: Coordinator) -> None:
     running(coordinator, 1)
     coordinator.retract(1)
     coordinator.collect()
@@ -337,9 +334,8 @@ REPEATED = {  # what changes nothing where it has happened
 @pytest.mark.parametrize("event", CALLS, ids=lambda each: each.value)
 @pytest.mark.parametrize("state", PATHS, ids=lambda each: each.value)
 def test_a_call_is_legal_where_the_table_has_it_and_elsewhere_changes_nothing(
-    state: SparseRequest, event: SparseRequestEvent
+    coordinator: Coordinator, state: SparseRequest, event: SparseRequestEvent
 ) -> None:
-    coordinator = Coordinator(CAPACITY)
     assert coordinator.alloc_logical_only(1, tokens=20, growth=4)
     for word in PATHS[state].split():
         CALLS[SparseRequestEvent(word)](coordinator)
@@ -356,8 +352,7 @@ def test_a_call_is_legal_where_the_table_has_it_and_elsewhere_changes_nothing(
         assert (coordinator.state(1), free(coordinator)) == (state, before)
 
 
-def test_who_is_not_known_cannot_land_run_or_grow() -> None:
-    coordinator = Coordinator(CAPACITY)
+def test_who_is_not_known_cannot_land_run_or_grow(coordinator: Coordinator) -> None:
     for call in (
         lambda: coordinator.land(7, host(5)),
         lambda: coordinator.admit_direct(7),
@@ -367,16 +362,14 @@ def test_who_is_not_known_cannot_land_run_or_grow() -> None:
             call()
 
 
-def test_only_who_runs_grows() -> None:
-    coordinator = Coordinator(CAPACITY)
+def test_only_who_runs_grows(coordinator: Coordinator) -> None:
     running(coordinator, 1)
     coordinator.retract(1)
     with pytest.raises(LocalProtocolError, match="request 1 is retracted: it does not grow"):
         coordinator.grow(1)
 
 
-def test_a_number_is_not_used_for_another_request() -> None:
-    coordinator = Coordinator(CAPACITY)
+def test_a_number_is_not_used_for_another_request(coordinator: Coordinator) -> None:
     running(coordinator, 1, tokens=20, growth=4)
     with pytest.raises(LocalProtocolError, match="request 1 is running, with 24 tokens in all"):
         coordinator.alloc_logical_only(1, tokens=20, growth=5)
@@ -400,8 +393,7 @@ def test_idle_means_that_all_of_it_is_back() -> None:
 
 
 @pytest.mark.parametrize("leak", ["_rows", "_device", "logical_free"])
-def test_the_idle_check_finds_what_leaked(leak: str) -> None:
-    coordinator = Coordinator(CAPACITY)
+def test_the_idle_check_finds_what_leaked(coordinator: Coordinator, leak: str) -> None:
     match leak:
         case "_rows":
             coordinator._rows.pop()

@@ -39,8 +39,12 @@ def step(queue: Scheduler, *, after: Switch | None = None) -> SparseTurn:
     return turn
 
 
-def test_requests_are_placed_in_the_order_in_which_they_came() -> None:
-    queue = scheduler()
+@pytest.fixture
+def queue() -> Scheduler:
+    return scheduler()
+
+
+def test_requests_are_placed_in_the_order_in_which_they_came(queue: Scheduler) -> None:
     for request in (5, 3, 4):
         offer(queue, request)
     assert placed(queue.next(0.0)) == [5, 3]
@@ -58,8 +62,7 @@ def test_a_large_head_is_not_overtaken_by_a_small_one_that_would_fit() -> None:
     assert placed(queue.next(0.0)) == [2, 3]
 
 
-def test_a_head_that_has_waited_takes_the_row_of_who_had_his_quantum() -> None:
-    queue = scheduler()
+def test_a_head_that_has_waited_takes_the_row_of_who_had_his_quantum(queue: Scheduler) -> None:
     for request in (1, 2):
         offer(queue, request)
     step(queue)
@@ -84,8 +87,7 @@ def test_nobody_is_retracted_while_rows_may_come_free_by_themselves() -> None:
     assert [len(step(queue).retract) for _ in range(8)] == [0] * 7 + [1]
 
 
-def test_nobody_is_retracted_where_nobody_waits() -> None:
-    queue = scheduler()
+def test_nobody_is_retracted_where_nobody_waits(queue: Scheduler) -> None:
     for request in (1, 2):
         offer(queue, request)
     assert [step(queue).retract for _ in range(20)] == [[]] * 20
@@ -147,8 +149,7 @@ def test_nobody_is_retracted_in_vain() -> None:
     assert asked == [[], [], [], [2, 1]], "in the third turn, 2 had not had its quantum, and 1 alone is not enough"
 
 
-def test_who_was_retracted_goes_to_the_end_of_the_queue() -> None:
-    queue = scheduler()
+def test_who_was_retracted_goes_to_the_end_of_the_queue(queue: Scheduler) -> None:
     for request in (1, 2, 3, 4):
         offer(queue, request)
     while not (asked := step(queue).retract):
@@ -175,8 +176,7 @@ def test_the_row_of_who_was_retracted_is_free_only_after_its_event() -> None:
 
 
 @pytest.mark.parametrize("how", ["retract", "finish", "drop"])
-def test_capacity_goes_to_the_head_however_it_becomes_free(how: str) -> None:
-    queue = scheduler()
+def test_capacity_goes_to_the_head_however_it_becomes_free(queue: Scheduler, how: str) -> None:
     for request in (1, 2, 3):
         offer(queue, request)
     queue.next(0.0)
@@ -203,8 +203,7 @@ def test_the_host_slots_of_who_ended_may_be_released_once_nothing_uses_them() ->
     assert queue.next(0.0).released == []
 
 
-def test_a_full_queue_is_reported_before_anybody_is_refused() -> None:
-    queue = scheduler()
+def test_a_full_queue_is_reported_before_anybody_is_refused(queue: Scheduler) -> None:
     for request in range(1, 4):
         assert not queue.full
         offer(queue, request)
@@ -222,8 +221,7 @@ def test_a_full_queue_is_reported_before_anybody_is_refused() -> None:
     offer(queue, 9)
 
 
-def test_requests_that_are_still_on_their_way_count_and_are_taken_when_they_land() -> None:
-    queue = scheduler()
+def test_requests_that_are_still_on_their_way_count_and_are_taken_when_they_land(queue: Scheduler) -> None:
     for request in range(1, 5):
         assert queue.coordinator.alloc_logical_only(request, tokens=10, growth=50)
     assert queue.full

@@ -26,6 +26,11 @@ def whys(bench: Bench) -> dict[str, str]:
     return bench.routing.workers.why_not(lambda _: "")
 
 
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
 def test_a_pair_that_decode_reports_as_unusable_gets_no_request_and_is_not_ready() -> None:
     bench = Bench(loads={D: REFUSED})
     bench.wait(FOUND_S)
@@ -40,8 +45,7 @@ def test_a_pair_that_decode_reports_as_unusable_gets_no_request_and_is_not_ready
     assert isinstance(bench.submit(), Accepted)
 
 
-def test_a_prefill_that_has_come_back_has_its_time_to_be_found_by_decode() -> None:
-    bench = Bench()
+def test_a_prefill_that_has_come_back_has_its_time_to_be_found_by_decode(bench: Bench) -> None:
     bench.wait(FOUND_S)
     bench.welcome(P, incarnation=2)
     bench.receive(D, REFUSED)
@@ -74,8 +78,7 @@ def test_a_full_prefill_that_alone_can_be_used_is_waited_for() -> None:
     assert refused.cause is Cause.FULL
 
 
-def test_workers_without_a_common_transport_are_not_ready() -> None:
-    bench = Bench()
+def test_workers_without_a_common_transport_are_not_ready(bench: Bench) -> None:
     far = msgspec.structs.replace(identity("p0", "prefill", 2), transports=("mooncake",))
     bench.receive(P, Welcome(1, far))
     bench.receive(P, LOAD)
@@ -83,8 +86,7 @@ def test_workers_without_a_common_transport_are_not_ready() -> None:
     assert whys(bench)[P] == "d0 cannot use p0: transport: mooncake there, shm here"
 
 
-def test_another_models_weights_are_named_on_both() -> None:
-    bench = Bench()
+def test_another_models_weights_are_named_on_both(bench: Bench) -> None:
     bench.welcome(P, 2, weights=b"\x12\x34\x56\x78\x9a")
     bench.receive(P, LOAD)
     there = whys(bench)
@@ -135,8 +137,7 @@ def test_a_second_name_of_a_worker_gets_no_rooms_costs_the_first_nothing_and_tak
 
 
 @pytest.mark.parametrize("reason", ["superseded", "taken", "full", "refused"])
-def test_what_a_worker_refuses_its_router_is_no_fault_of_the_request(reason: str) -> None:
-    bench = Bench()
+def test_what_a_worker_refuses_its_router_is_no_fault_of_the_request(bench: Bench, reason: str) -> None:
     assert isinstance(bench.submit(), Accepted)
     bench.receive(D, Reject(0, reason, ("why",)))
     (failed,) = [e for e in bench.effects if isinstance(e, Fail)]
@@ -147,8 +148,7 @@ def test_what_a_worker_refuses_its_router_is_no_fault_of_the_request(reason: str
     assert reason in whys(bench)[D]
 
 
-def test_a_worker_that_sent_goodbye_is_not_back_before_another_process_is_there() -> None:
-    bench = Bench()
+def test_a_worker_that_sent_goodbye_is_not_back_before_another_process_is_there(bench: Bench) -> None:
     bench.receive(D, Goodbye(1, "shutdown"))
     hellos = [e for e in bench.wait(LIMITS.resend_ms / 1e3) if isinstance(e, Send) and isinstance(e.message, Hello)]
     assert [hello.peer for hello in hellos] == [D]
@@ -159,8 +159,7 @@ def test_a_worker_that_sent_goodbye_is_not_back_before_another_process_is_there(
     assert WorkerChanged(D, "") in bench.effects
 
 
-def test_a_load_that_comes_after_goodbye_means_nothing_for_the_next_process() -> None:
-    bench = Bench()
+def test_a_load_that_comes_after_goodbye_means_nothing_for_the_next_process(bench: Bench) -> None:
     load = bench.routing.workers.by_peer[D].load
     bench.receive(D, Goodbye(1, "shutdown"))
     bench.receive(D, load)

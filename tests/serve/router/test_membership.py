@@ -84,8 +84,12 @@ class Fleet:
         return effects
 
 
-def test_a_drained_worker_gets_no_new_room_its_rooms_end_and_it_can_be_taken_in_again() -> None:
-    fleet = Fleet()
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def test_a_drained_worker_gets_no_new_room_its_rooms_end_and_it_can_be_taken_in_again(fleet: Fleet) -> None:
     room, at = fleet.begin()
     other = D2 if at == D else D
     fleet.routing.workers.drain(at)
@@ -101,8 +105,7 @@ def test_a_drained_worker_gets_no_new_room_its_rooms_end_and_it_can_be_taken_in_
     assert fleet.begin()[1] == at
 
 
-def test_a_removed_worker_leaves_after_its_last_room_and_its_last_answer_is_acknowledged() -> None:
-    fleet = Fleet()
+def test_a_removed_worker_leaves_after_its_last_room_and_its_last_answer_is_acknowledged(fleet: Fleet) -> None:
     room, at = fleet.begin()
     assert fleet.routing.remove_worker(at) == [], "its room goes on"
     assert worker_status(fleet.routing.workers.by_peer[at]).leaves
@@ -115,8 +118,7 @@ def test_a_removed_worker_leaves_after_its_last_room_and_its_last_answer_is_ackn
     assert not [each for each in fleet.wait(1.0) if isinstance(each, Send) and each.peer == at]
 
 
-def test_the_end_of_an_old_room_does_not_remove_a_worker_that_was_added_again() -> None:
-    fleet = Fleet()
+def test_the_end_of_an_old_room_does_not_remove_a_worker_that_was_added_again(fleet: Fleet) -> None:
     room, at = fleet.begin()
     fleet.receive(P, End(room, "done", "", 0))
     assert WorkerLeft(P) in fleet.routing.remove_worker(P), "decode still runs"
@@ -131,8 +133,7 @@ def test_the_end_of_an_old_room_does_not_remove_a_worker_that_was_added_again() 
     assert fleet.begin()
 
 
-def test_a_removed_worker_that_restarts_leaves_and_is_not_met_again() -> None:
-    fleet = Fleet()
+def test_a_removed_worker_that_restarts_leaves_and_is_not_met_again(fleet: Fleet) -> None:
     _, at = fleet.begin()
     fleet.routing.remove_worker(at)
     effects = fleet.receive(at, Welcome(1, identity(f"n{at[-1]}", "decode", 2)))
@@ -141,8 +142,7 @@ def test_a_removed_worker_that_restarts_leaves_and_is_not_met_again() -> None:
     assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Ping)]
 
 
-def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once() -> None:
-    fleet = Fleet()
+def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once(fleet: Fleet) -> None:
     assert WorkerLeft(D) in fleet.routing.remove_worker(D)
     room, at = fleet.begin()
     fleet.routing.remove_worker(D2)
@@ -155,8 +155,7 @@ def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once() -> None:
     assert isinstance(refused, Refusal)
 
 
-def test_a_worker_that_is_added_is_greeted_and_gets_rooms() -> None:
-    fleet = Fleet()
+def test_a_worker_that_is_added_is_greeted_and_gets_rooms(fleet: Fleet) -> None:
     new = "tcp://127.0.0.1:4"
     (hello,) = fleet.routing.add_worker(new, "decode", fleet.now)
     assert (hello.peer, type(hello.message)) == (new, Hello)

@@ -48,6 +48,11 @@ from tests.support.routing_world import LIMITS, Faults, Net, World, identity, re
 GENTLE = Limits(resend_ms=50, resend_ms_max=400, ping_ms=200, silence_ms=30_000, room_deadline_ms=60_000)
 
 
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
 @pytest.mark.slow
 def test_every_request_finishes_on_a_network_that_only_loses_repeats_and_reorders() -> None:
     for seed in range(40):
@@ -195,8 +200,7 @@ def replace_load(**fields) -> Load:
     return msgspec.structs.replace(LOAD, **fields)
 
 
-def test_begin_names_the_other_worker_as_its_reader_knows_it() -> None:
-    bench = Bench()
+def test_begin_names_the_other_worker_as_its_reader_knows_it(bench: Bench) -> None:
     bench.submit(length=3, max_tokens=9, enable_hisparse=False)
     (prefill,), (decode,) = bench.sent(Begin, P), bench.sent(Begin, D)
     assert prefill.peers == ("d0",)
@@ -315,14 +319,12 @@ def test_draining_workers_get_no_rooms() -> None:
         assert bench.sent(Begin, P2)
 
 
-def test_no_room_is_0_which_names_none_on_the_wire() -> None:
-    bench = Bench()
+def test_no_room_is_0_which_names_none_on_the_wire(bench: Bench) -> None:
     bench.routing._mint = iter((0, 7)).__next__
     assert bench.submit().request == 7
 
 
-def test_a_pair_has_one_model_and_equal_weights() -> None:
-    bench = Bench()
+def test_a_pair_has_one_model_and_equal_weights(bench: Bench) -> None:
     bench.welcome(D, 2, weights=b"other")
     bench.receive(D, LOAD)
     refused = bench.submit()
@@ -404,8 +406,7 @@ def test_hisparse_waits_for_capable_decodes_while_they_are_full() -> None:
     assert isinstance(bench.submit(), Accepted)
 
 
-def test_a_decode_that_is_full_for_hisparse_accepts_dense_rooms() -> None:
-    bench = Bench()
+def test_a_decode_that_is_full_for_hisparse_accepts_dense_rooms(bench: Bench) -> None:
     bench.receive(D, replace_load(enable_hisparse=True))
     bench.submit(enable_hisparse=True)
     (begin,) = bench.sent(Begin, D)
@@ -443,8 +444,7 @@ def finish(bench: Bench, room: int, *, tokens: int = 1) -> list:
     return bench.receive(D, Tokens(room, 0, pack_ids(list(range(tokens)))), End(room, "length", "", tokens))
 
 
-def test_begin_repeats_until_begun() -> None:
-    bench = Bench()
+def test_begin_repeats_until_begun(bench: Bench) -> None:
     room = bench.submit().request
     bench.receive(P, Begun(room))
     bench.wait(0.6)
@@ -454,8 +454,7 @@ def test_begin_repeats_until_begun() -> None:
     assert not [each for each in bench.wait(1) if isinstance(each.message, Begin)]
 
 
-def test_repeated_overlapping_and_late_tokens_are_emitted_once_in_order() -> None:
-    bench = Bench()
+def test_repeated_overlapping_and_late_tokens_are_emitted_once_in_order(bench: Bench) -> None:
     room = bench.submit(max_tokens=9).request
     assert bench.receive(D, Tokens(room, 2, pack_ids([2, 3]))) == [Send(D, TokensAcked(room, 0))]
     assert bench.receive(D, Tokens(room, 0, pack_ids([0, 1]))) == [Emit(room, [0, 1]), Send(D, TokensAcked(room, 2))]
@@ -463,8 +462,7 @@ def test_repeated_overlapping_and_late_tokens_are_emitted_once_in_order() -> Non
     assert bench.receive(D, Tokens(room, 1, pack_ids([1, 2, 3]))) == [Emit(room, [2, 3]), Send(D, TokensAcked(room, 4))]
 
 
-def test_end_that_overtakes_its_tokens_waits_for_them() -> None:
-    bench = Bench()
+def test_end_that_overtakes_its_tokens_waits_for_them(bench: Bench) -> None:
     room = bench.submit(max_tokens=3).request
     bench.receive(P, End(room, "done", "", 0, kv_bytes=11))
     assert bench.sent(Ended) == [Ended(room)]
@@ -476,15 +474,13 @@ def test_end_that_overtakes_its_tokens_waits_for_them() -> None:
     assert bench.routing.room_count == 0
 
 
-def test_an_end_that_repeats_while_the_other_worker_goes_on_is_answered_again() -> None:
-    bench = Bench()
+def test_an_end_that_repeats_while_the_other_worker_goes_on_is_answered_again(bench: Bench) -> None:
     room = bench.submit().request
     for _ in range(2):
         assert bench.receive(P, End(room, "done", "", 0)) == [Send(P, Ended(room))]
 
 
-def test_messages_about_unknown_rooms_are_answered_so_that_the_worker_stops() -> None:
-    bench = Bench()
+def test_messages_about_unknown_rooms_are_answered_so_that_the_worker_stops(bench: Bench) -> None:
     assert bench.receive(D, Begun(77)) == [Send(D, Cancel(77, "aborted"))]
     assert bench.receive(D, Tokens(77, 0, b"")) == [Send(D, Cancel(77, "aborted"))]
     assert bench.receive(D, End(77, "stop", "", 0)) == [Send(D, Ended(77))]
@@ -505,8 +501,7 @@ def test_another_workers_room_and_another_kind_are_breaches() -> None:
     assert bench.of(Finish), "the room goes on"
 
 
-def test_more_tokens_than_requested_fail_the_room() -> None:
-    bench = Bench()
+def test_more_tokens_than_requested_fail_the_room(bench: Bench) -> None:
     room = bench.submit(max_tokens=2).request
     bench.receive(D, Tokens(room, 0, pack_ids([1])), Tokens(room, 1, pack_ids([2, 3])))
     (failed,) = bench.of(Fail)
@@ -514,16 +509,14 @@ def test_more_tokens_than_requested_fail_the_room() -> None:
     assert bench.of(Emit) == [Emit(room, [1])]
 
 
-def test_an_end_with_another_token_count_fails_the_room() -> None:
-    bench = Bench()
+def test_an_end_with_another_token_count_fails_the_room(bench: Bench) -> None:
     room = bench.submit(max_tokens=5).request
     bench.receive(D, Tokens(room, 0, pack_ids([1, 2])), End(room, "stop", "", 1))
     assert bench.of(Fail)[0].cause is Cause.BREACH
 
 
 @pytest.mark.parametrize(("failing", "other"), [(P, D), (D, P)])
-def test_a_failing_end_cancels_the_other_side_until_it_ends(failing: str, other: str) -> None:
-    bench = Bench()
+def test_a_failing_end_cancels_the_other_side_until_it_ends(bench: Bench, failing: str, other: str) -> None:
     bench.submit()
     # The retry, so it is final.
     bench.receive(failing, End(1, "engine", "broken", 0))
@@ -550,8 +543,7 @@ def test_a_prefill_that_decode_made_abort_leaves_the_cause_to_decode() -> None:
     assert [each.room for each in bench.sent(Begin, D2)] == [2], "retried as a worker that is full is"
 
 
-def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> None:
-    bench = Bench()
+def test_a_prefill_that_fails_after_the_first_token_changes_nothing(bench: Bench) -> None:
     room = bench.submit(max_tokens=2).request
     bench.receive(D, Tokens(room, 0, pack_ids([1])))
     assert bench.receive(P, Goodbye(1, "shutdown"))
@@ -561,8 +553,7 @@ def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> None:
     assert done.room.prefill is None
 
 
-def test_what_a_worker_reported_before_a_stop_is_no_part_of_the_answer() -> None:
-    bench = Bench()
+def test_what_a_worker_reported_before_a_stop_is_no_part_of_the_answer(bench: Bench) -> None:
     room = bench.submit().request
     bench.receive(P, End(room, "done", "", 0, kv_bytes=11))
     bench.receive(D, Tokens(room, 0, pack_ids([1])))
@@ -570,8 +561,7 @@ def test_what_a_worker_reported_before_a_stop_is_no_part_of_the_answer() -> None
     assert (finish.room.prefill, finish.room.decode) == (None, None)
 
 
-def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_workers() -> None:
-    bench = Bench()
+def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_workers(bench: Bench) -> None:
     room = bench.submit().request
     bench.receive(D, Tokens(room, 0, pack_ids([1, 2])))
     stopped = bench.routing.stop(room, bench.now)
@@ -590,8 +580,7 @@ def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_wo
     assert bench.routing.room_count == 0
 
 
-def test_a_room_that_ended_as_it_was_stopped_counts_once() -> None:
-    bench = Bench()
+def test_a_room_that_ended_as_it_was_stopped_counts_once(bench: Bench) -> None:
     room = bench.submit(max_tokens=2).request
     bench.receive(D, End(room, "length", "", 2))  # overtakes its tokens
     bench.receive(D, Tokens(room, 0, pack_ids([1])))
@@ -619,8 +608,7 @@ def test_logprobs_are_emitted_with_the_ids_that_are_new() -> None:
 
 
 @pytest.mark.parametrize("logprobs", [b"", b"123", Logprobs(0.5, ((1, -1.0),)).pack(), Logprobs(-0.5).pack()])
-def test_wrong_logprobs_fail_their_room_alone(logprobs: bytes) -> None:
-    bench = Bench()
+def test_wrong_logprobs_fail_their_room_alone(bench: Bench, logprobs: bytes) -> None:
     accepted = bench.routing.submit(scored_request(), bench.now)
     assert isinstance(accepted, Accepted)
     other = bench.submit().request
@@ -702,16 +690,14 @@ def test_a_full_worker_is_avoided_for_its_retry_time() -> None:
     assert not bench.sent(Begin, D)
 
 
-def test_a_request_refused_by_its_only_worker_is_not_retried() -> None:
-    bench = Bench()
+def test_a_request_refused_by_its_only_worker_is_not_retried(bench: Bench) -> None:
     bench.submit()
     bench.receive(D, End(1, "refused", "too long", 0))
     assert not bench.sent(Begin)
     assert bench.of(Fail)[0].cause is Cause.REFUSED
 
 
-def test_cancel_ends_the_request_without_a_retry() -> None:
-    bench = Bench()
+def test_cancel_ends_the_request_without_a_retry(bench: Bench) -> None:
     room = bench.submit().request
     bench.effects = bench.routing.cancel(room, bench.now)
     assert {each.peer for each in bench.of(Send)} == {P, D}
@@ -721,8 +707,7 @@ def test_cancel_ends_the_request_without_a_retry() -> None:
     assert bench.routing.request_count == 0
 
 
-def test_a_room_without_progress_ends_at_its_deadline_and_is_forgotten_at_the_next() -> None:
-    bench = Bench()
+def test_a_room_without_progress_ends_at_its_deadline_and_is_forgotten_at_the_next(bench: Bench) -> None:
     room = bench.submit().request
     bench.receive(P, Begun(room))
     bench.wait(5)
@@ -755,9 +740,8 @@ def test_a_room_without_progress_ends_at_its_deadline_and_is_forgotten_at_the_ne
     ],
 )
 def test_a_request_without_progress_names_what_each_worker_has_reported(
-    prefill: tuple[Message, ...], decode: tuple[Message, ...], text: str
+    bench: Bench, prefill: tuple[Message, ...], decode: tuple[Message, ...], text: str
 ) -> None:
-    bench = Bench()
     bench.submit()
     bench.receive(P, *prefill)
     bench.receive(D, *decode)
@@ -776,8 +760,7 @@ def test_hello_repeats_until_welcome() -> None:
     assert [type(each.message) for each in routing.tick(routing.next_tick())] == [Ping]
 
 
-def test_a_silent_worker_is_lost_with_its_rooms_and_sent_hello_again() -> None:
-    bench = Bench()
+def test_a_silent_worker_is_lost_with_its_rooms_and_sent_hello_again(bench: Bench) -> None:
     room = bench.submit().request
     bench.receive(D, Tokens(room, 0, pack_ids([1])))
     bench.silence(LIMITS.silence_ms / 1e3 + 0.3)
@@ -804,8 +787,7 @@ def test_a_restarted_worker_is_detected_by_its_pong() -> None:
     assert bench.welcome(D, 1) == []
 
 
-def test_a_worker_of_another_role_or_one_that_refuses_is_not_used() -> None:
-    bench = Bench()
+def test_a_worker_of_another_role_or_one_that_refuses_is_not_used(bench: Bench) -> None:
     bench.receive(D, Welcome(1, identity("d0", "prefill", 2)))
     assert "role" in bench.routing.workers.by_peer[D].why
     assert bench.submit().cause is Cause.PEER_LOST
@@ -826,8 +808,7 @@ def test_a_worker_that_breaks_the_protocol_is_lost_with_its_rooms() -> None:
     assert bench.sent(Hello, D)
 
 
-def test_a_worker_that_requires_hello_gets_one_and_is_kept() -> None:
-    bench = Bench()
+def test_a_worker_that_requires_hello_gets_one_and_is_kept(bench: Bench) -> None:
     bench.submit()
     assert bench.receive(D, Reject(0, "hello_required", ())) == [], (
         "so soon after a Welcome it answers an earlier message"
@@ -837,17 +818,15 @@ def test_a_worker_that_requires_hello_gets_one_and_is_kept() -> None:
     assert bench.routing.room_count == 1
 
 
-def test_close_fails_open_requests_and_sends_goodbye() -> None:
-    bench = Bench()
+def test_close_fails_open_requests_and_sends_goodbye(bench: Bench) -> None:
     bench.submit()
     bench.effects = bench.routing.close(bench.now)
     assert bench.of(Fail)[0].cause is Cause.SHUTDOWN
     assert {e.peer for e in bench.of(Send) if isinstance(e.message, Goodbye)} == {P, D}
 
 
-def test_a_late_message_of_an_earlier_process_does_not_lose_a_worker_forever() -> None:
+def test_a_late_message_of_an_earlier_process_does_not_lose_a_worker_forever(bench: Bench) -> None:
     """Simulated, seed 251: a late message of a dead process made the router lose the live one forever."""
-    bench = Bench()
     bench.welcome(P, 2)
     bench.silence(3 * LIMITS.silence_ms / 1e3)
     assert not bench.routing.workers.by_peer[P].usable

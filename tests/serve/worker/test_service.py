@@ -81,6 +81,11 @@ def messages(effects: list, kind: type) -> list:
     return [effect.message for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
 
 
+@pytest.fixture
+def daemon() -> Daemon:
+    return Daemon()
+
+
 def test_hello_is_answered_and_a_version_that_we_do_not_speak_is_refused_with_both_ranges() -> None:
     service = Service(identity("d", "decode"), LIMITS)
     service.load(LOAD, 0.0)
@@ -100,8 +105,7 @@ def test_routers_are_bounded() -> None:
     assert messages(service.receive("node:0", hello("0"), 0.0), Welcome)
 
 
-def test_pong_carries_our_incarnation_even_to_a_stranger_and_brings_the_load() -> None:
-    daemon = Daemon()
+def test_pong_carries_our_incarnation_even_to_a_stranger_and_brings_the_load(daemon: Daemon) -> None:
     daemon.service.load(LOAD, 0.0)
     assert daemon.receive(A, Ping(1)) == [Send(A, Pong(1)), Send(A, LOAD)]
     assert daemon.receive("node:stranger", Ping(9)) == [Send("node:stranger", Pong(1))]
@@ -118,14 +122,12 @@ def test_a_routers_ping_names_peers_that_rooms_may_name_and_a_strangers_or_a_dea
     assert daemon.receive("node:stranger", Ping(1, ("tcp://p:1",))) == [Send("node:stranger", Pong(1))]
 
 
-def test_begin_starts_once_and_repeats_are_answered_begun() -> None:
-    daemon = Daemon()
+def test_begin_starts_once_and_repeats_are_answered_begun(daemon: Daemon) -> None:
     assert daemon.receive(A, begin(7)) == [StartRoom(A, begin(7)), Send(A, Begun(7))]
     assert daemon.receive(A, begin(7), begin(7)) == [Send(A, Begun(7))] * 2
 
 
-def test_late_begin_after_the_end_is_answered_with_that_end() -> None:
-    daemon = Daemon()
+def test_late_begin_after_the_end_is_answered_with_that_end(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     end = End(7, "done", "", 0, kv_bytes=5)
     assert daemon.end(7, "done", kv_bytes=5) == [Send(A, end)]
@@ -135,8 +137,7 @@ def test_late_begin_after_the_end_is_answered_with_that_end() -> None:
     assert daemon.receive(A, begin(7)) == [Send(A, end)], "and after"
 
 
-def test_memory_of_ended_rooms_is_bounded_a_router() -> None:
-    daemon = Daemon()
+def test_memory_of_ended_rooms_is_bounded_a_router(daemon: Daemon) -> None:
     daemon.receive(B, Cancel(1, "aborted"))
     for room in range(ENDED_ROOMS_MAX + 10):
         daemon.receive(A, Cancel(room, "aborted"))
@@ -145,8 +146,7 @@ def test_memory_of_ended_rooms_is_bounded_a_router() -> None:
     assert messages(daemon.receive(B, begin(1)), End), "one router cannot push out another's"
 
 
-def test_cancel_that_overtakes_its_begin_refuses_it_forever() -> None:
-    daemon = Daemon()
+def test_cancel_that_overtakes_its_begin_refuses_it_forever(daemon: Daemon) -> None:
     (ended,) = daemon.receive(A, Cancel(7, "deadline"))
     assert ended.message == End(7, "aborted", "cancelled before it began", 0)
     assert daemon.receive(A, begin(7)) == [ended]
@@ -154,8 +154,7 @@ def test_cancel_that_overtakes_its_begin_refuses_it_forever() -> None:
     assert daemon.receive(A, begin(7)) == [ended]
 
 
-def test_cancel_stops_once_and_the_end_is_a_failure_whatever_the_daemon_reports() -> None:
-    daemon = Daemon()
+def test_cancel_stops_once_and_the_end_is_a_failure_whatever_the_daemon_reports(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     daemon.tokens(7, 1, 2)
     assert daemon.receive(A, Cancel(7, "deadline")) == [StopRoom(7, Cause.DEADLINE)]
@@ -166,15 +165,13 @@ def test_cancel_stops_once_and_the_end_is_a_failure_whatever_the_daemon_reports(
     assert daemon.receive(A, Cancel(7, "deadline")) == [Send(A, End(7, "deadline", "", 2))]
 
 
-def test_a_hello_of_another_role_is_a_breach_and_no_router() -> None:
-    daemon = Daemon()
+def test_a_hello_of_another_role_is_a_breach_and_no_router(daemon: Daemon) -> None:
     with pytest.raises(RemoteProtocolError, match="role: prefill, only a router"):
         daemon.receive("node:p", Hello(1, 1, identity("p", "prefill", 1)))
     assert daemon.receive("node:p", begin(7)) == []
 
 
-def test_another_routers_room_is_a_breach_and_stays_as_it_is() -> None:
-    daemon = Daemon()
+def test_another_routers_room_is_a_breach_and_stays_as_it_is(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     daemon.tokens(7, 1)
     for message in (begin(7), Cancel(7, "aborted"), TokensAcked(7, 1), Ended(7)):
@@ -185,8 +182,7 @@ def test_another_routers_room_is_a_breach_and_stays_as_it_is() -> None:
         daemon.receive(A, Tokens(7, 0, b""))
 
 
-def test_tokens_repeat_from_the_first_unacknowledged_one_until_acknowledged() -> None:
-    daemon = Daemon()
+def test_tokens_repeat_from_the_first_unacknowledged_one_until_acknowledged(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     assert daemon.tokens(7, 5, 6) == [Send(A, Tokens(7, 0, pack_ids([5, 6])))]
     assert daemon.tokens(7, 8) == [], "it goes when those before are acknowledged"
@@ -199,8 +195,7 @@ def test_tokens_repeat_from_the_first_unacknowledged_one_until_acknowledged() ->
     assert not messages(daemon.wait(1), Tokens)
 
 
-def test_a_router_that_is_behind_has_one_message_of_each_room_to_read() -> None:
-    daemon = Daemon()
+def test_a_router_that_is_behind_has_one_message_of_each_room_to_read(daemon: Daemon) -> None:
     daemon.receive(A, begin(7, max_tokens=500))
     sent = [message for token in range(400) for message in messages(daemon.tokens(7, token), Tokens)]
     assert sent == [Tokens(7, 0, pack_ids([0]))]
@@ -208,8 +203,7 @@ def test_a_router_that_is_behind_has_one_message_of_each_room_to_read() -> None:
     assert messages(daemon.receive(A, TokensAcked(7, 1)), Tokens) == [Tokens(7, 1, pack_ids(list(range(1, 400))))]
 
 
-def test_a_slow_router_gets_one_window_and_holds_no_more_than_max_tokens() -> None:
-    daemon = Daemon()
+def test_a_slow_router_gets_one_window_and_holds_no_more_than_max_tokens(daemon: Daemon) -> None:
     total = TOKENS_BURST_MAX + 1_000
     daemon.receive(A, begin(7, max_tokens=total))
     ids = list(range(total))
@@ -241,8 +235,7 @@ def test_logprobs_travel_with_their_ids_and_are_as_many_as_the_request_asks_for(
             daemon.service.tokens(7, [1], 0.0, logprobs=wrong)
 
 
-def test_end_repeats_until_ended_with_what_is_unacknowledged() -> None:
-    daemon = Daemon()
+def test_end_repeats_until_ended_with_what_is_unacknowledged(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     daemon.tokens(7, 1, 2)
     daemon.end(7, "stop")
@@ -253,28 +246,24 @@ def test_end_repeats_until_ended_with_what_is_unacknowledged() -> None:
     assert not daemon.wait(1)
 
 
-def test_a_long_reason_is_cut_to_what_the_wire_takes() -> None:
-    daemon = Daemon()
+def test_a_long_reason_is_cut_to_what_the_wire_takes(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     (end,) = daemon.service.end(End(7, "engine", "x" * 10_000, 0), daemon.now)
     assert decode(encode(end.message)).detail == "x" * TEXT_LENGTH_MAX
 
 
-def test_ended_for_a_room_that_runs_changes_nothing() -> None:
-    daemon = Daemon()
+def test_ended_for_a_room_that_runs_changes_nothing(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     assert daemon.receive(A, Ended(7)) == []
     assert daemon.tokens(7, 1)
 
 
-def test_a_quiet_room_sends_begun_so_that_a_router_which_forgot_it_can_cancel() -> None:
-    daemon = Daemon()
+def test_a_quiet_room_sends_begun_so_that_a_router_which_forgot_it_can_cancel(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     assert messages(daemon.wait(LIMITS.resend_ms_max / 1e3 + 0.01), Begun) == [Begun(7)]
 
 
-def test_a_silent_routers_rooms_stop_and_nobody_elses() -> None:
-    daemon = Daemon()
+def test_a_silent_routers_rooms_stop_and_nobody_elses(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     daemon.receive(B, begin(8))
     effects = daemon.wait(LIMITS.silence_ms / 1e3 + 0.3, alive=(B,))
@@ -297,8 +286,7 @@ def test_a_slow_router_keeps_its_rooms_and_one_that_is_gone_loses_them() -> None
     assert [effect for effect in effects if isinstance(effect, StopRoom)] == [StopRoom(7, Cause.PEER_LOST)]
 
 
-def test_evidence_about_a_router_that_was_forgotten_is_nothing() -> None:
-    daemon = Daemon()
+def test_evidence_about_a_router_that_was_forgotten_is_nothing(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     daemon.end(7, "aborted")
     away = max(LIMITS.room_deadline_ms, 2 * LIMITS.silence_ms) / 1e3
@@ -309,8 +297,7 @@ def test_evidence_about_a_router_that_was_forgotten_is_nothing() -> None:
     daemon.wait(1.0, alive=(B,))
 
 
-def test_a_router_that_stays_away_is_forgotten_once_its_rooms_have_ended() -> None:
-    daemon = Daemon()
+def test_a_router_that_stays_away_is_forgotten_once_its_rooms_have_ended(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     away = LIMITS.room_deadline_ms / 1e3 + 1
     daemon.wait(away, alive=(B,))
@@ -321,8 +308,7 @@ def test_a_router_that_stays_away_is_forgotten_once_its_rooms_have_ended() -> No
     assert daemon.service.room_count == 0
 
 
-def test_a_restarted_routers_rooms_stop_and_late_words_of_the_old_one_do_nothing() -> None:
-    daemon = Daemon()
+def test_a_restarted_routers_rooms_stop_and_late_words_of_the_old_one_do_nothing(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     stop, welcome = daemon.receive(A, hello("a", 2))
     assert (stop, type(welcome.message)) == (StopRoom(7, Cause.PEER_RESTARTED), Welcome)
@@ -332,15 +318,13 @@ def test_a_restarted_routers_rooms_stop_and_late_words_of_the_old_one_do_nothing
     assert daemon.tokens(8, 1), "the new one's room runs"
 
 
-def test_goodbye_stops_a_routers_rooms() -> None:
-    daemon = Daemon()
+def test_goodbye_stops_a_routers_rooms(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     assert daemon.receive(A, Goodbye(99, "shutdown")) == [], "another incarnation's"
     assert daemon.receive(A, Goodbye(1, "shutdown")) == [StopRoom(7, Cause.SHUTDOWN)]
 
 
-def test_a_router_that_rejects_us_has_its_rooms_stopped() -> None:
-    daemon = Daemon()
+def test_a_router_that_rejects_us_has_its_rooms_stopped(daemon: Daemon) -> None:
     daemon.receive(A, begin(7))
     daemon.receive(B, begin(8))
     assert daemon.receive(A, Reject(0, "breach", ("Tokens.ids: 3 bytes",))) == [StopRoom(7, Cause.BREACH)]
@@ -361,8 +345,7 @@ def test_a_full_or_draining_daemon_refuses_each_time_it_is_asked() -> None:
     assert draining.message.reason == "shutdown"
 
 
-def test_a_router_that_cancels_what_never_began_makes_us_remember_a_bounded_number() -> None:
-    daemon = Daemon()
+def test_a_router_that_cancels_what_never_began_makes_us_remember_a_bounded_number(daemon: Daemon) -> None:
     for room in range(ENDED_ROOMS_MAX + 100):
         daemon.receive(A, Cancel(room, "aborted"))
     assert len(daemon.service._routers[A].ended) == ENDED_ROOMS_MAX
@@ -388,8 +371,7 @@ def test_prompts_are_bounded_by_their_bytes_until_their_rooms_are_over() -> None
     assert any(isinstance(effect, StartRoom) for effect in daemon.receive(A, begin(7)))
 
 
-def test_load_is_sent_when_it_changes_but_not_too_often() -> None:
-    daemon = Daemon()
+def test_load_is_sent_when_it_changes_but_not_too_often(daemon: Daemon) -> None:
     other, last = Load(True, False, 1, 0, 99, 100), Load(True, False, 2, 0, 98, 100)
     assert daemon.service.load(LOAD, daemon.now) == [Send(A, LOAD), Send(B, LOAD)]
     assert daemon.service.load(LOAD, daemon.now) == []
@@ -423,9 +405,8 @@ def test_a_restarted_router_finds_every_daemon_free_again() -> None:
         world.check_quiet()
 
 
-def test_a_router_that_was_once_taken_for_an_earlier_process_of_itself_gets_back() -> None:
+def test_a_router_that_was_once_taken_for_an_earlier_process_of_itself_gets_back(daemon: Daemon) -> None:
     """As test_routing's: what a dead router had left on its way came after the live one's Hello."""
-    daemon = Daemon()
     daemon.receive(A, hello("a", 2), hello("a", 3), hello("a", 2))
     daemon.wait(2 * LIMITS.silence_ms / 1e3)
     (welcome,) = daemon.receive(A, hello("a", 2))

@@ -95,8 +95,12 @@ def copies(effects: list[Any]) -> list[Settle]:
     return [order for order in of(effects, Settle) if order.targets]
 
 
-def test_a_dense_room_is_ready_when_its_rows_were_copied_up() -> None:
-    end = ApartEnd()
+@pytest.fixture
+def end() -> ApartEnd:
+    return ApartEnd()
+
+
+def test_a_dense_room_is_ready_when_its_rows_were_copied_up(end: ApartEnd) -> None:
     end.registers()
     grant = end.piece(1)
     assert (grant.prefix, grant.last, grant.send_aux) == (0, True, True)
@@ -114,9 +118,8 @@ def test_a_dense_room_is_ready_when_its_rows_were_copied_up() -> None:
     assert (lifts.copies, lifts.copied_bytes) == ({"dense": 1}, {"dense": PIECE * LAYERS * ROW})
 
 
-def test_a_room_crosses_in_pieces_that_have_each_row_once() -> None:
+def test_a_room_crosses_in_pieces_that_have_each_row_once(end: ApartEnd) -> None:
     """kv has a row a token, c4 one for every four: the last of each piece has the c4 row of its last tokens."""
-    end = ApartEnd()
     end.registers()
     tokens, prefixes, lifted = 14, list[int](), list[int]()
     grant, ready = end.piece(1, tokens), list[Any]()
@@ -134,8 +137,7 @@ def test_a_room_crosses_in_pieces_that_have_each_row_once() -> None:
     assert end.staged == 0
 
 
-def test_the_next_piece_lands_while_one_is_copied_up() -> None:
-    end = ApartEnd()
+def test_the_next_piece_lands_while_one_is_copied_up(end: ApartEnd) -> None:
     end.registers()
     effects = end.land(end.piece(1, 12))
     assert copies(effects)
@@ -145,16 +147,14 @@ def test_the_next_piece_lands_while_one_is_copied_up() -> None:
     assert sent(end.land(second), Grant) == [], "its peer has its half of the buffer, of which both are copied up"
 
 
-def test_a_room_that_no_engine_computes_yet_holds_nothing_of_the_buffer() -> None:
-    end = ApartEnd()
+def test_a_room_that_no_engine_computes_yet_holds_nothing_of_the_buffer(end: ApartEnd) -> None:
     end.registers()
     waiting = end.granted(1, tokens=14)
     assert (waiting.parts, waiting.stop, waiting.last) == ((), 0, False)
     assert end.staged == 0
 
 
-def test_a_peer_has_half_of_the_buffer_and_others_go_on() -> None:
-    end = ApartEnd()
+def test_a_peer_has_half_of_the_buffer_and_others_go_on(end: ApartEnd) -> None:
     end.registers()
     begun = [end.granted(room, tokens=PIECE) for room in (1, 2, 3)]
     granted = [sent(end.land(grant), Grant) for grant in begun]
@@ -165,8 +165,7 @@ def test_a_peer_has_half_of_the_buffer_and_others_go_on() -> None:
     assert third.room == 3
 
 
-def test_rooms_of_one_peer_keep_their_order_though_a_later_one_would_fit() -> None:
-    end = ApartEnd()
+def test_rooms_of_one_peer_keep_their_order_though_a_later_one_would_fit(end: ApartEnd) -> None:
     end.registers()
     effects = end.land(end.piece(1, PIECE + 2))
     (lift,), (second,) = copies(effects), sent(effects, Grant)
@@ -176,9 +175,8 @@ def test_rooms_of_one_peer_keep_their_order_though_a_later_one_would_fit() -> No
     assert sent(end.land(second), Grant) == []
 
 
-def test_a_source_whose_piece_landed_while_its_room_was_given_up_is_informed_again() -> None:
+def test_a_source_whose_piece_landed_while_its_room_was_given_up_is_informed_again(end: ApartEnd) -> None:
     """The Abort of a piece that has landed is not repeated, and this one is lost."""
-    end = ApartEnd()
     end.registers()
     grant = end.piece(1, 12)
     end.core.abort(1, end.now, detail="the client left")
@@ -214,8 +212,7 @@ def test_a_window_waits_for_slots_where_the_engine_has_all_tokens() -> None:
     assert [after.room for after in sent(effects, Grant)] == [2]
 
 
-def test_slots_of_a_piece_come_back_by_proof_and_its_source_is_informed_where_it_has_no_grant() -> None:
-    end = ApartEnd()
+def test_slots_of_a_piece_come_back_by_proof_and_its_source_is_informed_where_it_has_no_grant(end: ApartEnd) -> None:
     end.registers()
     grant = end.piece(1, 12)
     aborts = sent(end.core.abort(1, end.now), Abort)
@@ -253,8 +250,7 @@ def test_a_piece_that_no_frame_could_carry_fails_its_room_and_nobody_elses() -> 
     assert end.core.arena.free[0].free_slots == slots - 8_000
 
 
-def test_pieces_of_a_lost_peer_stay_until_the_fence() -> None:
-    end = ApartEnd()
+def test_pieces_of_a_lost_peer_stay_until_the_fence(end: ApartEnd) -> None:
     end.registers()
     grant = end.piece(1, 12)
     effects = end.live(LIMITS.silence_ms / 1e3 + 1)
@@ -264,8 +260,7 @@ def test_pieces_of_a_lost_peer_stay_until_the_fence() -> None:
     assert end.staged == 0
 
 
-def test_a_sparse_rooms_kv_is_never_copied() -> None:
-    end = ApartEnd()
+def test_a_sparse_rooms_kv_is_never_copied(end: ApartEnd) -> None:
     end.registers()
     effects = end.land(end.granted(1, tokens=8, enable_hisparse=True))
     assert copies(effects) == []
@@ -300,8 +295,7 @@ def test_nothing_lands_where_this_node_has_nothing_ready_to_be_copied_up_from() 
     assert sent(direct.expect(1, tokens=8), Grant)[0].parts, "its rows land nowhere else"
 
 
-def test_slots_are_claimed_as_long_as_they_are_copied() -> None:
-    end = ApartEnd()
+def test_slots_are_claimed_as_long_as_they_are_copied(end: ApartEnd) -> None:
     end.registers()
     (lift,) = copies(end.land(end.piece(1)))
     effects = end.core.abort(1, end.now)
@@ -314,8 +308,7 @@ def test_slots_are_claimed_as_long_as_they_are_copied() -> None:
     assert end.core.idle
 
 
-def test_a_copy_that_fails_fails_its_room_and_gives_its_slots_back() -> None:
-    end = ApartEnd()
+def test_a_copy_that_fails_fails_its_room_and_gives_its_slots_back(end: ApartEnd) -> None:
     end.registers()
     (lift,) = copies(end.land(end.piece(1)))
     (failed,) = of(end.lifted(lift, "the GPU is gone"), RoomFailed)
@@ -325,8 +318,7 @@ def test_a_copy_that_fails_fails_its_room_and_gives_its_slots_back() -> None:
     assert end.core.post_landing.copies == {}
 
 
-def test_a_room_that_nobody_copies_up_fails_at_its_deadline_and_keeps_its_slots() -> None:
-    end = ApartEnd()
+def test_a_room_that_nobody_copies_up_fails_at_its_deadline_and_keeps_its_slots(end: ApartEnd) -> None:
     end.registers()
     assert copies(end.land(end.piece(1, deadline=1.0)))
     (failed,) = of(end.live(1.5, P), RoomFailed)
@@ -335,8 +327,7 @@ def test_a_room_that_nobody_copies_up_fails_at_its_deadline_and_keeps_its_slots(
     assert end.free[2] == DENSE_SLOTS - PIECE
 
 
-def test_a_room_that_waits_for_the_staging_buffer_fails_at_its_deadline_by_name() -> None:
-    end = ApartEnd()
+def test_a_room_that_waits_for_the_staging_buffer_fails_at_its_deadline_by_name(end: ApartEnd) -> None:
     end.registers()
     while end.core.staging.line == {}:  # each takes a piece, until one finds no slots
         end.land(end.granted(len(end.core.rooms) + 1, PIECE, deadline=end.now + 1.0))
@@ -505,8 +496,7 @@ def test_a_room_larger_than_the_buffer_lands_byte_for_byte() -> None:
         assert core_of(pair.decode).post_landing.copies["dense"] >= 200 // 6
 
 
-def test_drained_after_an_abort_that_met_the_copy_leaves_nothing_behind() -> None:
-    end = ApartEnd()
+def test_drained_after_an_abort_that_met_the_copy_leaves_nothing_behind(end: ApartEnd) -> None:
     end.registers()
     grant = end.piece(1)
     end.core.abort(1, end.now)

@@ -47,8 +47,12 @@ def written(grant: Grant) -> list[set[int]]:
     ]
 
 
-def test_a_prompt_that_has_landed_crosses_only_from_where_the_next_one_differs() -> None:
-    decode_end = end()
+@pytest.fixture
+def decode_end() -> DecodeEnd:
+    return end()
+
+
+def test_a_prompt_that_has_landed_crosses_only_from_where_the_next_one_differs(decode_end: DecodeEnd) -> None:
     first = ready(decode_end, granted(decode_end, 1, PROMPT))
     decode_end.tick(0.0)
     grant = granted(decode_end, 2, [*PROMPT[:16], 7, 8, 9])
@@ -62,8 +66,7 @@ def test_a_prompt_that_has_landed_crosses_only_from_where_the_next_one_differs()
     assert [len(second.slots[name]) for name in ("kv", "c4")] == [21, 6]
 
 
-def test_a_room_shares_with_one_that_was_ready_the_moment_before() -> None:
-    decode_end = end()
+def test_a_room_shares_with_one_that_was_ready_the_moment_before(decode_end: DecodeEnd) -> None:
     ready(decode_end, granted(decode_end, 1, PROMPT))
     assert granted(decode_end, 2, PROMPT).prefix == 16
     assert decode_end.core.next_tick() is not None
@@ -71,8 +74,7 @@ def test_a_room_shares_with_one_that_was_ready_the_moment_before() -> None:
     assert granted(decode_end, 3, PROMPT).prefix == 16
 
 
-def test_a_prompt_that_is_all_there_is_granted_without_parts() -> None:
-    decode_end = end()
+def test_a_prompt_that_is_all_there_is_granted_without_parts(decode_end: DecodeEnd) -> None:
     ready(decode_end, granted(decode_end, 1, PROMPT[:16]))
     decode_end.tick(0.0)
     grant = granted(decode_end, 2, PROMPT[:16])
@@ -80,8 +82,7 @@ def test_a_prompt_that_is_all_there_is_granted_without_parts() -> None:
     assert ready(decode_end, grant).kv_bytes == 0
 
 
-def test_slots_that_are_shared_are_in_no_grant() -> None:
-    decode_end = end()
+def test_slots_that_are_shared_are_in_no_grant(decode_end: DecodeEnd) -> None:
     first = ready(decode_end, granted(decode_end, 1, PROMPT))
     decode_end.tick(0.0)
     for room in (2, 3, 4):
@@ -91,8 +92,7 @@ def test_slots_that_are_shared_are_in_no_grant() -> None:
         ready(decode_end, grant)
 
 
-def test_what_has_not_landed_is_not_shared() -> None:
-    decode_end = end()
+def test_what_has_not_landed_is_not_shared(decode_end: DecodeEnd) -> None:
     first = granted(decode_end, 1, PROMPT)
     assert granted(decode_end, 2, PROMPT).prefix == 0
     decode_end.core.abort(1, decode_end.now)
@@ -100,8 +100,7 @@ def test_what_has_not_landed_is_not_shared() -> None:
     assert granted(decode_end, 3, PROMPT).prefix == 0, "and what fails never is"
 
 
-def test_a_prompt_that_comes_twice_at_once_is_kept_once() -> None:
-    decode_end = end()
+def test_a_prompt_that_comes_twice_at_once_is_kept_once(decode_end: DecodeEnd) -> None:
     grants = [granted(decode_end, room, PROMPT) for room in (1, 2)]
     slots = [ready(decode_end, grant).slots["kv"] for grant in grants]
     decode_end.tick(0.0)
@@ -114,8 +113,7 @@ def test_a_prompt_that_comes_twice_at_once_is_kept_once() -> None:
     assert third.slots["kv"][:16].tolist() == slots[0][:16].tolist()
 
 
-def test_a_room_that_is_released_at_once_leaves_its_prompt() -> None:
-    decode_end = end()
+def test_a_room_that_is_released_at_once_leaves_its_prompt(decode_end: DecodeEnd) -> None:
     ready(decode_end, granted(decode_end, 1, PROMPT))
     decode_end.core.release(1, decode_end.now)
     assert decode_end.core.idle
@@ -123,8 +121,7 @@ def test_a_room_that_is_released_at_once_leaves_its_prompt() -> None:
     assert granted(decode_end, 2, PROMPT).prefix == 16
 
 
-def test_growth_and_the_last_tokens_are_free_when_the_room_is_released() -> None:
-    decode_end = end()
+def test_growth_and_the_last_tokens_are_free_when_the_room_is_released(decode_end: DecodeEnd) -> None:
     ready(decode_end, granted(decode_end, 1, PROMPT, growth=10))
     decode_end.core.release(1, decode_end.now)
     assert decode_end.free == [SLOTS - 16, SLOTS - 4]
@@ -132,8 +129,7 @@ def test_growth_and_the_last_tokens_are_free_when_the_room_is_released() -> None
     assert decode_end.free == [SLOTS, SLOTS]
 
 
-def test_an_aborted_sharer_takes_nothing_from_the_others() -> None:
-    decode_end = end()
+def test_an_aborted_sharer_takes_nothing_from_the_others(decode_end: DecodeEnd) -> None:
     first = ready(decode_end, granted(decode_end, 1, PROMPT))
     decode_end.tick(0.0)
     second = granted(decode_end, 2, PROMPT)
@@ -146,8 +142,7 @@ def test_an_aborted_sharer_takes_nothing_from_the_others() -> None:
     assert third.slots["kv"][:16].tolist() == first.slots["kv"][:16].tolist()
 
 
-def test_a_lease_whose_writer_is_not_proven_quiet_keeps_what_its_room_shared() -> None:
-    decode_end = end()
+def test_a_lease_whose_writer_is_not_proven_quiet_keeps_what_its_room_shared(decode_end: DecodeEnd) -> None:
     ready(decode_end, granted(decode_end, 1, PROMPT))
     decode_end.core.release(1, decode_end.now)
     second = granted(decode_end, 2, PROMPT)
@@ -160,8 +155,7 @@ def test_a_lease_whose_writer_is_not_proven_quiet_keeps_what_its_room_shared() -
     assert decode_end.free == [SLOTS, SLOTS]
 
 
-def test_prompts_nobody_reads_make_room_for_a_waiting_one() -> None:
-    decode_end = end()
+def test_prompts_nobody_reads_make_room_for_a_waiting_one(decode_end: DecodeEnd) -> None:
     for room in range(1, 5):
         ready(decode_end, granted(decode_end, room, [room] * 16, growth=0))
         decode_end.core.release(room, decode_end.now)
@@ -172,8 +166,7 @@ def test_prompts_nobody_reads_make_room_for_a_waiting_one() -> None:
     assert granted(decode_end, 10, [4] * 16, growth=0).prefix == 16, "the latest stays"
 
 
-def test_a_room_that_waits_finds_what_has_landed_meanwhile() -> None:
-    decode_end = end()
+def test_a_room_that_waits_finds_what_has_landed_meanwhile(decode_end: DecodeEnd) -> None:
     first = granted(decode_end, 1, PROMPT, growth=30)
     assert sent(decode_end.expect(2, 20, keys=keys(decode_end, PROMPT), growth=20), Grant) == []
     ready(decode_end, first)
@@ -181,8 +174,7 @@ def test_a_room_that_waits_finds_what_has_landed_meanwhile() -> None:
     assert (grant.room, grant.prefix) == (2, 16)
 
 
-def test_bytes_in_flight_are_those_that_cross() -> None:
-    decode_end = end()
+def test_bytes_in_flight_are_those_that_cross(decode_end: DecodeEnd) -> None:
     ready(decode_end, granted(decode_end, 1, PROMPT))
     decode_end.core.release(1, decode_end.now)
     grants = [granted(decode_end, room, PROMPT) for room in (2, 3)]
@@ -192,23 +184,20 @@ def test_bytes_in_flight_are_those_that_cross() -> None:
     assert decode_end.core.admission.inflight_bytes == 0
 
 
-def test_another_salt_shares_nothing() -> None:
-    decode_end = end()
+def test_another_salt_shares_nothing(decode_end: DecodeEnd) -> None:
     ready(decode_end, granted(decode_end, 1, PROMPT, salt=b"a"))
     decode_end.core.release(1, decode_end.now)
     assert granted(decode_end, 2, PROMPT, salt=b"b").prefix == 0
     assert granted(decode_end, 3, PROMPT, salt=b"a").prefix == 16
 
 
-def test_without_keys_nothing_is_kept() -> None:
-    decode_end = end()
+def test_without_keys_nothing_is_kept(decode_end: DecodeEnd) -> None:
     ready(decode_end, decode_end.granted(1, 20))
     decode_end.core.release(1, decode_end.now)
     assert decode_end.free == [SLOTS, SLOTS]
 
 
-def test_a_repeated_landed_does_not_share_a_second_time() -> None:
-    decode_end = end()
+def test_a_repeated_landed_does_not_share_a_second_time(decode_end: DecodeEnd) -> None:
     grant = granted(decode_end, 1, PROMPT)
     ready(decode_end, grant)
     decode_end.tick(0.0)
@@ -219,8 +208,7 @@ def test_a_repeated_landed_does_not_share_a_second_time() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"prefix": 8}, {"tokens": 15}], ids=str)
-def test_keys_that_do_not_fit_the_room_are_refused_at_once(wrong: dict[str, int]) -> None:
-    decode_end = end()
+def test_keys_that_do_not_fit_the_room_are_refused_at_once(decode_end: DecodeEnd, wrong: dict[str, int]) -> None:
     request = RoomRequest(
         room=1, **{"tokens": 20, "sources": (P,), "time_left_s": 9.0} | wrong, keys=keys(decode_end, PROMPT)
     )
@@ -228,8 +216,7 @@ def test_keys_that_do_not_fit_the_room_are_refused_at_once(wrong: dict[str, int]
         decode_end.core.expect(request, now=0.0)
 
 
-def test_a_shared_room_whose_writer_is_lost_fails_alone() -> None:
-    decode_end = end()
+def test_a_shared_room_whose_writer_is_lost_fails_alone(decode_end: DecodeEnd) -> None:
     ready(decode_end, granted(decode_end, 1, PROMPT))
     decode_end.tick(0.0)
     granted(decode_end, 2, PROMPT)
@@ -255,8 +242,7 @@ def expected(decode_end: DecodeEnd, room: int, prompt: list[int], *, rest_max: i
     return decode_end.expect(room, len(prompt), rest_max=rest_max, keys=keys(decode_end, prompt), growth=growth)
 
 
-def test_the_next_turn_has_the_answer_s_blocks_and_no_grant() -> None:
-    decode_end = end()
+def test_the_next_turn_has_the_answer_s_blocks_and_no_grant(decode_end: DecodeEnd) -> None:
     first = answered(decode_end, 1, PROMPT, list(range(200, 212)))  # 32 tokens: four blocks
     turn = [*PROMPT, *range(200, 212), 5, 6, 7]
     effects = expected(decode_end, 2, turn, rest_max=3)
@@ -266,8 +252,7 @@ def test_the_next_turn_has_the_answer_s_blocks_and_no_grant() -> None:
     assert not sent(effects, Grant)
 
 
-def test_the_rows_of_a_rest_are_not_shared_before_its_room_is_released() -> None:
-    decode_end = end()
+def test_the_rows_of_a_rest_are_not_shared_before_its_room_is_released(decode_end: DecodeEnd) -> None:
     answered(decode_end, 1, PROMPT, list(range(200, 212)))
     turn = [*PROMPT, *range(200, 212), *range(9)]
     expected(decode_end, 2, turn, rest_max=9)
@@ -277,8 +262,7 @@ def test_the_rows_of_a_rest_are_not_shared_before_its_room_is_released() -> None
     assert len(decode_end.core.cache.longest(keys(decode_end, turn))) == 5
 
 
-def test_a_room_that_ends_without_its_rows_shares_none_of_them() -> None:
-    decode_end = end()
+def test_a_room_that_ends_without_its_rows_shares_none_of_them(decode_end: DecodeEnd) -> None:
     answered(decode_end, 1, PROMPT, list(range(200, 212)))
     free = decode_end.core.cache.free_slots
     turn = [*PROMPT, *range(200, 212), *range(9)]
@@ -288,16 +272,14 @@ def test_a_room_that_ends_without_its_rows_shares_none_of_them() -> None:
     assert decode_end.core.cache.free_slots == free
 
 
-def test_of_a_prompt_that_is_cached_whole_the_last_block_is_computed() -> None:
+def test_of_a_prompt_that_is_cached_whole_the_last_block_is_computed(decode_end: DecodeEnd) -> None:
     """Its last token leads to the first of the answer, and no row is written into a block that others read."""
-    decode_end = end()
     answered(decode_end, 1, PROMPT, list(range(200, 212)))
     (landed,) = of(expected(decode_end, 2, [*PROMPT, *range(200, 212)], rest_max=8), RoomReady)
     assert landed.prefix == 24
 
 
-def test_a_rest_that_is_too_long_fails_and_leaves_nothing() -> None:
-    decode_end = end()
+def test_a_rest_that_is_too_long_fails_and_leaves_nothing(decode_end: DecodeEnd) -> None:
     answered(decode_end, 1, PROMPT, list(range(200, 212)))
     free = decode_end.core.cache.free_slots
     (failed,) = of(expected(decode_end, 2, [*PROMPT, *range(200, 212), 5, 6, 7], rest_max=2), RoomFailed)
@@ -308,8 +290,7 @@ def test_a_rest_that_is_too_long_fails_and_leaves_nothing() -> None:
     assert decode_end.core.idle
 
 
-def test_a_rest_waits_for_slots_and_may_be_aborted() -> None:
-    decode_end = end()
+def test_a_rest_waits_for_slots_and_may_be_aborted(decode_end: DecodeEnd) -> None:
     answered(decode_end, 1, PROMPT, list(range(200, 212)))
     turn = [*PROMPT, *range(200, 212), 5]
     granted(decode_end, 7, [9] * 8, growth=SLOTS - 48)
@@ -318,8 +299,7 @@ def test_a_rest_waits_for_slots_and_may_be_aborted() -> None:
     assert decode_end.core.cache.claimed == 0
 
 
-def test_a_rest_that_is_too_long_is_refused_at_once_where_the_arena_is_full() -> None:
-    decode_end = end()
+def test_a_rest_that_is_too_long_is_refused_at_once_where_the_arena_is_full(decode_end: DecodeEnd) -> None:
     answered(decode_end, 1, PROMPT, list(range(200, 212)))
     granted(decode_end, 7, [9] * 8, growth=SLOTS - 48)
     turn = [*PROMPT, *range(200, 212), *range(9)]
@@ -330,15 +310,13 @@ def test_a_rest_that_is_too_long_is_refused_at_once_where_the_arena_is_full() ->
     assert of(expected(decode_end, 3, turn, rest_max=9), RoomReady | RoomFailed) == [], "it waits"
 
 
-def test_a_prompt_that_has_just_landed_counts_as_cached_for_a_rest() -> None:
-    decode_end = end()
+def test_a_prompt_that_has_just_landed_counts_as_cached_for_a_rest(decode_end: DecodeEnd) -> None:
     ready(decode_end, granted(decode_end, 1, PROMPT))
     (landed,) = of(expected(decode_end, 2, [*PROMPT, 5], rest_max=5), RoomReady)
     assert landed.prefix == 16
 
 
-def test_a_rest_whose_blocks_are_given_up_for_a_room_before_it_is_refused_then() -> None:
-    decode_end = end()
+def test_a_rest_whose_blocks_are_given_up_for_a_room_before_it_is_refused_then(decode_end: DecodeEnd) -> None:
     answered(decode_end, 1, PROMPT, list(range(200, 212)))
     first = granted(decode_end, 7, [9] * 8, growth=SLOTS - 48)
     decode_end.expect(8, 8, growth=SLOTS - 16)
@@ -352,16 +330,14 @@ def test_a_rest_whose_blocks_are_given_up_for_a_room_before_it_is_refused_then()
     assert failed.detail == "prefix: 0 of 33 tokens are cached, 33 are left, at most 8 are computed here"
 
 
-def test_what_the_engine_has_elsewhere_is_not_left_of_a_rest() -> None:
-    decode_end = end()
+def test_what_the_engine_has_elsewhere_is_not_left_of_a_rest(decode_end: DecodeEnd) -> None:
     (landed,) = of(decode_end.expect(1, 33, prefix=30, rest_max=3), RoomReady)
     assert (landed.prefix, len(landed.slots["kv"])) == (30, 33)
     (failed,) = of(decode_end.expect(2, 33, prefix=30, rest_max=2), RoomFailed)
     assert failed.detail == "prefix: 30 of 33 tokens are cached, 3 are left, at most 2 are computed here"
 
 
-def test_a_rest_behind_what_the_engine_has_elsewhere_waits_whatever_the_cache_gives_up() -> None:
-    decode_end = end()
+def test_a_rest_behind_what_the_engine_has_elsewhere_waits_whatever_the_cache_gives_up(decode_end: DecodeEnd) -> None:
     answered(decode_end, 1, PROMPT, list(range(200, 212)))
     first = granted(decode_end, 7, [9] * 8, growth=SLOTS - 48)
     assert of(decode_end.expect(2, 41, prefix=33, rest_max=8), RoomReady | RoomFailed) == []

@@ -77,8 +77,12 @@ def failures(effects: list) -> list[tuple[int, Cause]]:
 # A room's way
 
 
-def test_a_room_is_ready_when_its_grant_has_landed() -> None:
-    end = DecodeEnd()
+@pytest.fixture
+def end() -> DecodeEnd:
+    return DecodeEnd()
+
+
+def test_a_room_is_ready_when_its_grant_has_landed(end: DecodeEnd) -> None:
     end.up()
     grant = end.granted(7, tokens=8, growth=2)
     effects = end.land(grant, aux=b"first token")
@@ -93,8 +97,7 @@ def test_a_room_is_ready_when_its_grant_has_landed() -> None:
     assert len(ready.slots["c4"]) == 3
 
 
-def test_slots_are_free_after_landed_and_release() -> None:
-    end = DecodeEnd()
+def test_slots_are_free_after_landed_and_release(end: DecodeEnd) -> None:
     end.up()
     end.land(end.granted(1, tokens=16))
     assert end.free == [SLOTS - 16, SLOTS - 4]
@@ -104,8 +107,7 @@ def test_slots_are_free_after_landed_and_release() -> None:
     assert end.core.idle
 
 
-def test_grant_repeats_with_what_time_is_left_until_granted() -> None:
-    end = DecodeEnd()
+def test_grant_repeats_with_what_time_is_left_until_granted(end: DecodeEnd) -> None:
     end.up()
     first = end.granted(1, deadline=10.0)
     assert first.time_left_ms == 10_000
@@ -116,22 +118,19 @@ def test_grant_repeats_with_what_time_is_left_until_granted() -> None:
     assert sent(end.live(1.5, P), Grant) == []
 
 
-def test_a_room_without_end_in_time_still_makes_a_grant_that_the_wire_can_carry() -> None:
-    end = DecodeEnd()
+def test_a_room_without_end_in_time_still_makes_a_grant_that_the_wire_can_carry(end: DecodeEnd) -> None:
     end.up()
     assert end.granted(1, deadline=float("inf")).time_left_ms == 0xFFFF_FFFF
 
 
-def test_rows_of_the_prefix_are_in_no_part() -> None:
-    end = DecodeEnd()
+def test_rows_of_the_prefix_are_in_no_part(end: DecodeEnd) -> None:
     end.up()
     kv, c4 = end.granted(1, tokens=20, prefix=10).parts
     assert (kv.first_row, kv.rows) == (10, 10)
     assert (c4.first_row, c4.rows) == (2, 3), "row 2 holds tokens 8 to 11, of which the prefix has only two"
 
 
-def test_a_room_that_decode_holds_already_is_granted_without_parts() -> None:
-    end = DecodeEnd()
+def test_a_room_that_decode_holds_already_is_granted_without_parts(end: DecodeEnd) -> None:
     end.up()
     grant = end.granted(1, tokens=8, prefix=8)
     assert grant.parts == ()
@@ -148,24 +147,21 @@ def test_a_room_that_decode_holds_already_is_granted_without_parts() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused_at_once(wrong: dict) -> None:
-    end = DecodeEnd()
+def test_what_makes_no_sense_is_refused_at_once(end: DecodeEnd, wrong: dict) -> None:
     options = {"tokens": 8, "sources": (P,), "time_left_s": 1.0} | wrong
     with pytest.raises(LocalProtocolError):
         end.core.expect(RoomRequest(room=1, **options), now=0.0)
     assert end.core.idle
 
 
-def test_a_label_in_use_is_refused() -> None:
-    end = DecodeEnd()
+def test_a_label_in_use_is_refused(end: DecodeEnd) -> None:
     end.up()
     end.expect(1)
     with pytest.raises(LocalProtocolError, match="0000000000000001"):
         end.expect(1)
 
 
-def test_a_ready_room_is_released_and_not_aborted() -> None:
-    end = DecodeEnd()
+def test_a_ready_room_is_released_and_not_aborted(end: DecodeEnd) -> None:
     end.up()
     end.land(end.granted(1))
     assert end.core.abort(1, end.now) == []
@@ -175,16 +171,14 @@ def test_a_ready_room_is_released_and_not_aborted() -> None:
     assert end.free == ALL_FREE
 
 
-def test_a_room_that_is_not_ready_cannot_be_released() -> None:
-    end = DecodeEnd()
+def test_a_room_that_is_not_ready_cannot_be_released(end: DecodeEnd) -> None:
     end.up()
     end.expect(1)
     with pytest.raises(LocalProtocolError, match="abort it"):
         end.core.release(1, end.now)
 
 
-def test_a_draining_node_takes_no_room_and_ends_those_it_has() -> None:
-    end = DecodeEnd()
+def test_a_draining_node_takes_no_room_and_ends_those_it_has(end: DecodeEnd) -> None:
     end.up()
     grant = end.granted(1)
     end.core.drain()
@@ -216,8 +210,7 @@ def two_ranks(end: DecodeEnd, tokens: int = 8) -> tuple[Grant, Grant]:
     return sends[0].message, sends[1].message
 
 
-def test_a_room_of_two_ranks_is_ready_when_both_have_landed() -> None:
-    end = DecodeEnd()
+def test_a_room_of_two_ranks_is_ready_when_both_have_landed(end: DecodeEnd) -> None:
     first, second = two_ranks(end)
     assert (first.send_aux, second.send_aux) == (True, False)
     assert of(end.land(second, P2), RoomReady) == []
@@ -225,8 +218,7 @@ def test_a_room_of_two_ranks_is_ready_when_both_have_landed() -> None:
     assert ready.aux == b"aux"
 
 
-def test_one_ranks_failure_fails_the_room_and_aborts_the_other() -> None:
-    end = DecodeEnd()
+def test_one_ranks_failure_fails_the_room_and_aborts_the_other(end: DecodeEnd) -> None:
     first, second = two_ranks(end)
     effects = end.receive(Failed(first.session, first.grant, "engine", "out of luck", quiescent=True))
     assert failure(effects) == (1, Cause.ENGINE)
@@ -235,8 +227,7 @@ def test_one_ranks_failure_fails_the_room_and_aborts_the_other() -> None:
     )
 
 
-def test_slots_are_free_when_the_last_rank_has_drained() -> None:
-    end = DecodeEnd()
+def test_slots_are_free_when_the_last_rank_has_drained(end: DecodeEnd) -> None:
     first, second = two_ranks(end)
     end.core.abort(1, end.now)
     end.receive(Drained(first.session, first.grant))
@@ -245,8 +236,7 @@ def test_slots_are_free_when_the_last_rank_has_drained() -> None:
     assert end.free == ALL_FREE
 
 
-def test_each_rank_registers_its_own_planes_and_is_granted_by_their_places_in_register() -> None:
-    end = DecodeEnd()
+def test_each_rank_registers_its_own_planes_and_is_granted_by_their_places_in_register(end: DecodeEnd) -> None:
     registers = [end.registered(P, holds=KV), end.registered(P2, holds=C4), end.registered(P3, **IDLE)]
     assert [[component.name for component in register.components] for register in registers] == [["kv"], ["c4"], []]
     end.expect(9, 8, P, P2, P3)
@@ -261,8 +251,7 @@ def test_each_rank_registers_its_own_planes_and_is_granted_by_their_places_in_re
     assert ready.kv_bytes == kv_bytes(8)
 
 
-def test_slots_of_several_silent_ranks_are_quarantined_once_and_counted_against_each() -> None:
-    end = DecodeEnd()
+def test_slots_of_several_silent_ranks_are_quarantined_once_and_counted_against_each(end: DecodeEnd) -> None:
     two_ranks(end, tokens=16)
     end.tick(LIMITS.silence_ms / 1e3 + 1.0)
     held = kv_bytes(16)
@@ -321,8 +310,7 @@ def test_a_room_given_up_before_its_grant_is_aborted_by_a_number_of_its_own() ->
     assert end.core.idle
 
 
-def test_a_room_given_up_before_its_session_is_up_is_aborted_when_it_is() -> None:
-    end = DecodeEnd()
+def test_a_room_given_up_before_its_session_is_up_is_aborted_when_it_is(end: DecodeEnd) -> None:
     end.expect(1)
     assert sent(end.core.abort(1, end.now), Abort) == []
     register = end.registered()
@@ -367,8 +355,7 @@ def test_a_room_that_is_refused_at_once_is_aborted_on_a_session_that_is_made_for
     assert (lease.message.room, lease.state) == (1, Lease.ABORTING)
 
 
-def test_a_room_whose_session_ends_before_its_abort_is_answered_is_aborted_on_the_next_one() -> None:
-    end = DecodeEnd()
+def test_a_room_whose_session_ends_before_its_abort_is_answered_is_aborted_on_the_next_one(end: DecodeEnd) -> None:
     end.up()
     grant = end.granted(1, tokens=16)
     end.core.abort(1, end.now)
@@ -381,8 +368,7 @@ def test_a_room_whose_session_ends_before_its_abort_is_answered_is_aborted_on_th
     assert (lease.message.room, lease.state) == (1, Lease.ABORTING)
 
 
-def test_a_room_that_is_expected_again_is_not_aborted_for_its_earlier_end() -> None:
-    end = DecodeEnd()
+def test_a_room_that_is_expected_again_is_not_aborted_for_its_earlier_end(end: DecodeEnd) -> None:
     end.expect(1)
     end.core.abort(1, end.now)
     end.expect(1)
@@ -391,8 +377,7 @@ def test_a_room_that_is_expected_again_is_not_aborted_for_its_earlier_end() -> N
     assert (lease.message.room, lease.state) == (1, Lease.GRANTED)
 
 
-def test_abort_keeps_slots_until_drained() -> None:
-    end = DecodeEnd()
+def test_abort_keeps_slots_until_drained(end: DecodeEnd) -> None:
     end.up()
     grant = end.granted(1, tokens=16)
     effects = end.core.abort(1, end.now)
@@ -404,8 +389,7 @@ def test_abort_keeps_slots_until_drained() -> None:
     assert end.free == ALL_FREE
 
 
-def test_abort_repeats_until_a_proof_ends_it() -> None:
-    end = DecodeEnd()
+def test_abort_repeats_until_a_proof_ends_it(end: DecodeEnd) -> None:
     end.up()
     grant = end.granted(1)
     end.core.abort(1, end.now)
@@ -414,8 +398,7 @@ def test_abort_repeats_until_a_proof_ends_it() -> None:
     assert sent(end.live(1.0, P), Abort) == []
 
 
-def test_landed_crossing_abort_counts_as_drained() -> None:
-    end = DecodeEnd()
+def test_landed_crossing_abort_counts_as_drained(end: DecodeEnd) -> None:
     end.up()
     grant = end.granted(1)
     end.core.abort(1, end.now)
@@ -425,8 +408,7 @@ def test_landed_crossing_abort_counts_as_drained() -> None:
     assert end.free == ALL_FREE
 
 
-def test_a_quiescent_failure_is_a_proof() -> None:
-    end = DecodeEnd()
+def test_a_quiescent_failure_is_a_proof(end: DecodeEnd) -> None:
     end.up()
     grant = end.granted(1)
     effects = end.receive(Failed(grant.session, grant.grant, "transfer", "no luck", quiescent=True))
@@ -435,8 +417,7 @@ def test_a_quiescent_failure_is_a_proof() -> None:
     assert end.free == ALL_FREE
 
 
-def test_a_failure_that_is_not_quiescent_fails_the_room_and_keeps_the_slots() -> None:
-    end = DecodeEnd()
+def test_a_failure_that_is_not_quiescent_fails_the_room_and_keeps_the_slots(end: DecodeEnd) -> None:
     end.up()
     grant = end.granted(1)
     effects = end.receive(Failed(grant.session, grant.grant, "transfer", "", quiescent=False))
@@ -447,16 +428,14 @@ def test_a_failure_that_is_not_quiescent_fails_the_room_and_keeps_the_slots() ->
     assert end.free == ALL_FREE
 
 
-def test_a_drained_that_nobody_asked_for_fails_the_room() -> None:
-    end = DecodeEnd()
+def test_a_drained_that_nobody_asked_for_fails_the_room(end: DecodeEnd) -> None:
     end.up()
     grant = end.granted(1)
     assert failure(end.receive(Drained(grant.session, grant.grant))) == (1, Cause.TRANSFER)
     assert end.free == ALL_FREE
 
 
-def test_a_deadline_fails_the_room_and_frees_nothing() -> None:
-    end = DecodeEnd()
+def test_a_deadline_fails_the_room_and_frees_nothing(end: DecodeEnd) -> None:
     end.up()
     end.granted(1, deadline=1.0)
     (failed,) = of(end.live(1.1, P), RoomFailed)
@@ -467,8 +446,7 @@ def test_a_deadline_fails_the_room_and_frees_nothing() -> None:
     assert end.free != ALL_FREE
 
 
-def test_released_is_repeated_for_any_number_ever_minted() -> None:
-    end = DecodeEnd()
+def test_released_is_repeated_for_any_number_ever_minted(end: DecodeEnd) -> None:
     end.up()
     grants = [end.granted(room) for room in (1, 2)]
     end.land(grants[0])
@@ -484,8 +462,7 @@ def test_released_is_repeated_for_any_number_ever_minted() -> None:
             assert end.receive(late) == [Send(P, Released(grant.session, grant.grant))]
 
 
-def test_a_late_end_does_not_revive_a_room_or_end_another_of_the_same_label() -> None:
-    end = DecodeEnd()
+def test_a_late_end_does_not_revive_a_room_or_end_another_of_the_same_label(end: DecodeEnd) -> None:
     end.up()
     first = end.granted(1)
     end.core.abort(1, end.now)
@@ -495,8 +472,7 @@ def test_a_late_end_does_not_revive_a_room_or_end_another_of_the_same_label() ->
     assert of(end.land(again), RoomReady)
 
 
-def test_an_abort_that_nobody_answers_quarantines_the_slots() -> None:
-    end = DecodeEnd()
+def test_an_abort_that_nobody_answers_quarantines_the_slots(end: DecodeEnd) -> None:
     end.up()
     end.granted(1, tokens=40)
     end.core.abort(1, end.now)
@@ -506,8 +482,7 @@ def test_an_abort_that_nobody_answers_quarantines_the_slots() -> None:
     assert end.core.leases.quarantined_bytes == kv_bytes(40)
 
 
-def test_a_peer_that_keeps_too_much_in_quarantine_gets_no_more_grants_and_others_do() -> None:
-    end = DecodeEnd()
+def test_a_peer_that_keeps_too_much_in_quarantine_gets_no_more_grants_and_others_do(end: DecodeEnd) -> None:
     end.up(P)
     end.up(P2)
     grant = end.granted(1, tokens=60)
@@ -525,8 +500,7 @@ def test_a_peer_that_keeps_too_much_in_quarantine_gets_no_more_grants_and_others
 # Windows and queues
 
 
-def test_rooms_wait_for_a_place_in_the_window_oldest_first() -> None:
-    end = DecodeEnd()
+def test_rooms_wait_for_a_place_in_the_window_oldest_first(end: DecodeEnd) -> None:
     end.up()
     grants = [end.granted(room, tokens=1) for room in range(1, 5)]
     assert end.expect(5, tokens=1) == []
@@ -545,8 +519,7 @@ def test_a_room_that_leaves_the_queue_gives_its_place_to_the_next() -> None:
     assert [grant.room for grant in sent(end.core.abort(2, end.now), Grant)] == [3]
 
 
-def test_the_next_in_the_queue_is_admitted_when_the_head_gives_up() -> None:
-    end = DecodeEnd()
+def test_the_next_in_the_queue_is_admitted_when_the_head_gives_up(end: DecodeEnd) -> None:
     end.up()
     end.granted(1, tokens=40)
     assert end.expect(2, tokens=60) == []
@@ -606,8 +579,7 @@ def test_a_grant_that_no_frame_could_carry_fails_its_room_and_nobody_elses() -> 
 # Peers and sessions
 
 
-def test_a_session_is_up_once_some_of_the_arena_is_ready_and_registers_until_all_of_it_is() -> None:
-    end = DecodeEnd()
+def test_a_session_is_up_once_some_of_the_arena_is_ready_and_registers_until_all_of_it_is(end: DecodeEnd) -> None:
     (hello,) = end.core.dial(P, 0.0)
     assert isinstance(hello.message, Hello)
     (offer,) = of(end.receive(end.welcome()), Offer)
@@ -622,8 +594,7 @@ def test_a_session_is_up_once_some_of_the_arena_is_ready_and_registers_until_all
     assert sent(end.live(4.0, P), Register) == []
 
 
-def test_a_grant_is_sent_once_its_writer_has_its_slots_ready() -> None:
-    end = DecodeEnd()
+def test_a_grant_is_sent_once_its_writer_has_its_slots_ready(end: DecodeEnd) -> None:
     session = end.up(bytes_ready=ARENA_BYTES // 2 + 4 * C4_ROW)
     assert end.granted(1, tokens=16).grant == 1
     assert sent(end.expect(2, tokens=8), Grant) == []  # its two rows of c4 lie behind what is ready
@@ -636,8 +607,7 @@ def test_a_grant_is_sent_once_its_writer_has_its_slots_ready() -> None:
     assert sent(end.receive(Registered(session, ARENA_BYTES)), Grant) == []
 
 
-def test_a_grant_that_was_never_sent_is_aborted_and_drained_like_any_other() -> None:
-    end = DecodeEnd()
+def test_a_grant_that_was_never_sent_is_aborted_and_drained_like_any_other(end: DecodeEnd) -> None:
     session = end.up(bytes_ready=ARENA_BYTES // 2 + 4 * C4_ROW)
     end.granted(1, tokens=16)
     assert sent(end.expect(2, tokens=8), Grant) == []
@@ -661,30 +631,26 @@ def test_slots_that_are_not_backed_yet_are_waited_for() -> None:
     assert end.core.arena.free[1].free_slots == SLOTS - 6
 
 
-def test_a_silent_peer_that_is_fenced_leaves_no_register_behind() -> None:
-    end = DecodeEnd()
+def test_a_silent_peer_that_is_fenced_leaves_no_register_behind(end: DecodeEnd) -> None:
     session = end.up(bytes_ready=ARENA_BYTES // 2)
     end.tick(LIMITS.silence_ms / 1e3 + 1.0)
     end.core.fenced(session, end.now)
     assert sent(end.tick(10.0), Register) == []
 
 
-def test_hello_repeats_until_welcome() -> None:
-    end = DecodeEnd()
+def test_hello_repeats_until_welcome(end: DecodeEnd) -> None:
     end.core.dial(P, 0.0)
     assert len(sent(end.tick(0.75), Hello)) == 3
     end.receive(end.welcome())
     assert sent(end.live(1.5, P), Hello) == []
 
 
-def test_welcome_twice_opens_one_session() -> None:
-    end = DecodeEnd()
+def test_welcome_twice_opens_one_session(end: DecodeEnd) -> None:
     end.core.dial(P, 0.0)
     assert len(of(end.receive(end.welcome(), end.welcome()), Offer)) == 1
 
 
-def test_a_welcome_that_nobody_asked_for_is_ignored() -> None:
-    end = DecodeEnd()
+def test_a_welcome_that_nobody_asked_for_is_ignored(end: DecodeEnd) -> None:
     session = end.up()
     end.granted(1)
     assert end.receive(end.welcome(incarnation=2)) == []
@@ -692,8 +658,7 @@ def test_a_welcome_that_nobody_asked_for_is_ignored() -> None:
     assert end.core.prefill_peers.peers[P].up.id == session
 
 
-def test_a_new_incarnation_fails_rooms_at_once_but_keeps_slots() -> None:
-    end = DecodeEnd()
+def test_a_new_incarnation_fails_rooms_at_once_but_keeps_slots(end: DecodeEnd) -> None:
     session = end.up()
     end.granted(1)
     end.tick(0.2)
@@ -710,8 +675,7 @@ def test_a_new_incarnation_fails_rooms_at_once_but_keeps_slots() -> None:
     assert end.free == ALL_FREE
 
 
-def test_a_fence_is_asked_for_until_it_holds() -> None:
-    end = DecodeEnd()
+def test_a_fence_is_asked_for_until_it_holds(end: DecodeEnd) -> None:
     session = end.up()
     end.granted(1)
     end.receive(Pong(2))
@@ -721,8 +685,7 @@ def test_a_fence_is_asked_for_until_it_holds() -> None:
     assert end.core.fenced(session, end.now) == []
 
 
-def test_a_silent_peer_loses_its_rooms_and_another_keeps_its_own() -> None:
-    end = DecodeEnd()
+def test_a_silent_peer_loses_its_rooms_and_another_keeps_its_own(end: DecodeEnd) -> None:
     end.up(P)
     end.up(P2)
     end.granted(1)
@@ -735,8 +698,7 @@ def test_a_silent_peer_loses_its_rooms_and_another_keeps_its_own() -> None:
     assert of(end.land(other, P2), RoomReady)
 
 
-def test_a_silent_peer_comes_back_and_drains() -> None:
-    end = DecodeEnd()
+def test_a_silent_peer_comes_back_and_drains(end: DecodeEnd) -> None:
     session = end.up()
     grant = end.granted(1)
     end.tick(3.0)
@@ -749,8 +711,7 @@ def test_a_silent_peer_comes_back_and_drains() -> None:
     assert of(end.land(end.granted(2)), RoomReady)
 
 
-def test_a_room_for_a_peer_that_was_lost_greets_it_at_once_and_waits_as_for_a_new_one() -> None:
-    end = DecodeEnd()
+def test_a_room_for_a_peer_that_was_lost_greets_it_at_once_and_waits_as_for_a_new_one(end: DecodeEnd) -> None:
     end.up()
     end.receive(Goodbye(1, "shutdown"))
     end.tick(10.0)
@@ -761,8 +722,7 @@ def test_a_room_for_a_peer_that_was_lost_greets_it_at_once_and_waits_as_for_a_ne
     assert 1 in end.core.rooms
 
 
-def test_rooms_for_a_peer_that_stays_away_fail_together() -> None:
-    end = DecodeEnd()
+def test_rooms_for_a_peer_that_stays_away_fail_together(end: DecodeEnd) -> None:
     end.up()
     end.receive(Goodbye(1, "shutdown"))
     end.tick(10.0)
@@ -773,8 +733,7 @@ def test_rooms_for_a_peer_that_stays_away_fail_together() -> None:
     assert failed == [(1, Cause.PEER_LOST), (2, Cause.PEER_LOST)]
 
 
-def test_a_silent_peer_that_is_fenced_is_greeted_anew() -> None:
-    end = DecodeEnd()
+def test_a_silent_peer_that_is_fenced_is_greeted_anew(end: DecodeEnd) -> None:
     session = end.up()
     end.granted(1)
     end.tick(3.0)
@@ -797,18 +756,16 @@ def test_goodbye_fails_rooms_at_once_and_the_next_process_is_greeted_without_has
     assert len(sent(end.tick(0.5), Hello)) == 1
 
 
-def test_a_process_that_follows_one_that_left_is_greeted_as_soon_as_it_answers() -> None:
+def test_a_process_that_follows_one_that_left_is_greeted_as_soon_as_it_answers(end: DecodeEnd) -> None:
     """Simulated, seed 172 of leaving: it asked for a Hello again and again, and rooms waited for it in vain."""
-    end = DecodeEnd()
     end.up()
     end.receive(Goodbye(1, "shutdown"))
     assert sent(end.tick(0.1), Hello) == []
     assert len(sent(end.receive(Reject(0, "hello_required", ())), Hello)) == 1
 
 
-def test_a_peer_that_had_forgotten_this_node_gets_a_new_session() -> None:
+def test_a_peer_that_had_forgotten_this_node_gets_a_new_session(end: DecodeEnd) -> None:
     """Simulated, seed 82: a frozen decode node kept a session that its prefill had dropped."""
-    end = DecodeEnd()
     session = end.up()
     end.tick(0.3)
     assert sent(end.receive(Reject(0, "hello_required", ())), Hello)
@@ -817,8 +774,7 @@ def test_a_peer_that_had_forgotten_this_node_gets_a_new_session() -> None:
     assert of(effects, Offer)
 
 
-def test_a_reject_that_wants_a_hello_gets_one_in_resend_ms_however_often_it_comes() -> None:
-    end = DecodeEnd()
+def test_a_reject_that_wants_a_hello_gets_one_in_resend_ms_however_often_it_comes(end: DecodeEnd) -> None:
     end.up()
     end.tick(0.3)
     want = Reject(0, "hello_required", ())
@@ -829,10 +785,9 @@ def test_a_reject_that_wants_a_hello_gets_one_in_resend_ms_however_often_it_come
     assert len(sent(end.receive(*[want] * 50), Hello)) == 1
 
 
-def test_a_late_reject_that_wants_a_hello_does_not_end_the_session_that_followed_it() -> None:
+def test_a_late_reject_that_wants_a_hello_does_not_end_the_session_that_followed_it(end: DecodeEnd) -> None:
     """Simulated, seed 6 of restarts: repeated, it came after the Welcome, and the answer to its Hello took every room
     of the new session with it."""
-    end = DecodeEnd()
     end.up()
     grant = end.granted(1)
     late = Reject(0, "hello_required", ())
@@ -841,9 +796,8 @@ def test_a_late_reject_that_wants_a_hello_does_not_end_the_session_that_followed
     assert of(end.land(grant), RoomReady)
 
 
-def test_a_hello_that_is_refused_is_repeated_at_the_slowest_pace() -> None:
+def test_a_hello_that_is_refused_is_repeated_at_the_slowest_pace(end: DecodeEnd) -> None:
     """A peer that was known and refuses now once made a loop of Hello and Reject, as fast as the network."""
-    end = DecodeEnd()
     session = end.up()
     end.granted(1)
     no = Reject(0, "refused", ("model: p0 has 'x', d0 'm'",))
@@ -880,9 +834,8 @@ def test_a_hello_that_is_refused_is_repeated_at_the_slowest_pace() -> None:
     ],
 )
 def test_a_peer_that_does_not_fit_is_refused_with_both_values_until_another_takes_its_place(
-    wrong: dict, named: str
+    end: DecodeEnd, wrong: dict, named: str
 ) -> None:
-    end = DecodeEnd()
     assert sent(end.expect(1), Hello)
     effects = end.receive(end.welcome(**wrong))
     (failed,) = of(effects, RoomFailed)
@@ -893,9 +846,8 @@ def test_a_peer_that_does_not_fit_is_refused_with_both_values_until_another_take
     assert end.expect(2) == []
 
 
-def test_rooms_of_a_peer_that_refuses_this_node_are_named_to_it_in_three_hellos_of_at_most_64() -> None:
+def test_rooms_of_a_peer_that_refuses_this_node_are_named_to_it_in_three_hellos_of_at_most_64(end: DecodeEnd) -> None:
     """Without a session no Abort can name them."""
-    end = DecodeEnd()
     no = Reject(0, "refused", ("block_size: d0 has '32', p0 '16'",))
     for room in range(1, 101):
         end.expect(room)
@@ -913,9 +865,8 @@ def test_rooms_of_a_peer_that_refuses_this_node_are_named_to_it_in_three_hellos_
     assert not end.core.withdrawals.rooms
 
 
-def test_a_room_of_a_peer_that_does_not_fit_is_reported_within_resend_ms() -> None:
+def test_a_room_of_a_peer_that_does_not_fit_is_reported_within_resend_ms(end: DecodeEnd) -> None:
     """The next Hello would be due at the slowest pace, seconds later."""
-    end = DecodeEnd()
     end.expect(1)
     end.receive(Reject(0, "refused", ()))
     end.tick(5.0)
@@ -927,9 +878,8 @@ def test_a_room_of_a_peer_that_does_not_fit_is_reported_within_resend_ms() -> No
 
 
 @pytest.mark.parametrize(("word", "cause"), [("refused", Cause.REFUSED), ("transfer", Cause.TRANSFER)])
-def test_a_session_that_is_refused_fails_the_rooms_that_wait_for_it(word: str, cause: Cause) -> None:
+def test_a_session_that_is_refused_fails_the_rooms_that_wait_for_it(end: DecodeEnd, word: str, cause: Cause) -> None:
     """An arena that could not be mapped in time is no word on the request: elsewhere, or later, it may go."""
-    end = DecodeEnd()
     end.expect(1)
     (offer,) = of(end.receive(end.welcome()), Offer)
     end.core.offered(offer.session, REACH, 0.0)
@@ -939,8 +889,7 @@ def test_a_session_that_is_refused_fails_the_rooms_that_wait_for_it(word: str, c
     assert failure(end.expect(2)) == (2, cause), "of the same cause as long as it stands"
 
 
-def test_an_arena_that_cannot_be_offered_is_reported_once_until_a_session_is_up() -> None:
-    end = DecodeEnd()
+def test_an_arena_that_cannot_be_offered_is_reported_once_until_a_session_is_up(end: DecodeEnd) -> None:
     end.expect(1)
     reported = []
     for _ in range(3):
@@ -953,8 +902,7 @@ def test_an_arena_that_cannot_be_offered_is_reported_once_until_a_session_is_up(
     assert [type(each) for each in reported] == [PeerRefused]
 
 
-def test_a_silent_peer_without_a_session_is_unusable_while_it_cannot_be_reached() -> None:
-    end = DecodeEnd()
+def test_a_silent_peer_without_a_session_is_unusable_while_it_cannot_be_reached(end: DecodeEnd) -> None:
     end.expect(1)
     peers = end.core.prefill_peers
     assert peers.unusable(end.now, lambda _: "no way there") == [], "it has its time to answer"
@@ -963,8 +911,7 @@ def test_a_silent_peer_without_a_session_is_unusable_while_it_cannot_be_reached(
     assert peers.unusable(end.now, lambda _: "") == [], "it is connected: it may answer any moment"
 
 
-def test_a_peer_that_sent_goodbye_is_another_process_or_none() -> None:
-    end = DecodeEnd()
+def test_a_peer_that_sent_goodbye_is_another_process_or_none(end: DecodeEnd) -> None:
     end.up()
     end.receive(Goodbye(1, "shutdown"))
     end.tick(3.0)
@@ -972,9 +919,8 @@ def test_a_peer_that_sent_goodbye_is_another_process_or_none() -> None:
     assert of(end.receive(end.welcome(incarnation=2)), Offer)
 
 
-def test_an_unknown_session_while_registering_is_no_refusal() -> None:
+def test_an_unknown_session_while_registering_is_no_refusal(end: DecodeEnd) -> None:
     """Simulated, seed 662: a late Register of an earlier session had taken the new one's place."""
-    end = DecodeEnd()
     end.expect(1)
     (offer,) = of(end.receive(end.welcome()), Offer)
     end.core.offered(offer.session, REACH, 0.0)
@@ -984,8 +930,7 @@ def test_an_unknown_session_while_registering_is_no_refusal() -> None:
     assert of(end.receive(end.welcome()), Offer)
 
 
-def test_a_session_that_prefill_ended_fails_its_rooms_and_is_fenced() -> None:
-    end = DecodeEnd()
+def test_a_session_that_prefill_ended_fails_its_rooms_and_is_fenced(end: DecodeEnd) -> None:
     session = end.up()
     end.granted(1)
     end.tick(0.2)
@@ -997,8 +942,7 @@ def test_a_session_that_prefill_ended_fails_its_rooms_and_is_fenced() -> None:
     assert end.free != ALL_FREE
 
 
-def test_a_word_of_an_earlier_process_changes_nothing() -> None:
-    end = DecodeEnd()
+def test_a_word_of_an_earlier_process_changes_nothing(end: DecodeEnd) -> None:
     end.up()
     end.receive(Pong(2))
     (offer,) = of(end.receive(end.welcome(incarnation=2)), Offer)
@@ -1009,8 +953,7 @@ def test_a_word_of_an_earlier_process_changes_nothing() -> None:
     assert of(end.land(grant), RoomReady)
 
 
-def test_a_late_welcome_of_an_earlier_process_does_not_answer_a_hello_to_the_new_one() -> None:
-    end = DecodeEnd()
+def test_a_late_welcome_of_an_earlier_process_does_not_answer_a_hello_to_the_new_one(end: DecodeEnd) -> None:
     end.up()
     end.tick(0.3)
     end.receive(Pong(2))
@@ -1021,8 +964,7 @@ def test_a_late_welcome_of_an_earlier_process_does_not_answer_a_hello_to_the_new
     assert end.core.prefill_peers.peers[P].session.id == offer.session
 
 
-def test_what_an_earlier_process_left_on_its_way_does_not_mark_the_new_one_seen() -> None:
-    end = DecodeEnd()
+def test_what_an_earlier_process_left_on_its_way_does_not_mark_the_new_one_seen(end: DecodeEnd) -> None:
     end.up()
     grant = end.granted(1)
     end.receive(Pong(2))
@@ -1033,9 +975,8 @@ def test_what_an_earlier_process_left_on_its_way_does_not_mark_the_new_one_seen(
     assert end.core.prefill_peers.sessions[offer.session].state is SessionState.FENCING
 
 
-def test_a_process_that_speaks_on_after_it_was_taken_for_gone_is_accepted() -> None:
+def test_a_process_that_speaks_on_after_it_was_taken_for_gone_is_accepted(end: DecodeEnd) -> None:
     """Simulated, seed 4304, on the other side: the first word of a dead process came after the living one's."""
-    end = DecodeEnd()
     end.up()
     end.tick(0.3)
     end.receive(Pong(0xDEAD), end.welcome(incarnation=0xDEAD))
@@ -1045,8 +986,7 @@ def test_a_process_that_speaks_on_after_it_was_taken_for_gone_is_accepted() -> N
     assert of(end.live(5.0, P), Offer)
 
 
-def test_one_peer_cannot_use_up_all_sessions() -> None:
-    end = DecodeEnd()
+def test_one_peer_cannot_use_up_all_sessions(end: DecodeEnd) -> None:
     end.core.dial(P, 0.0)
     opened = []
     for life in range(1, 9):
@@ -1106,21 +1046,18 @@ def test_half_of_the_places_are_kept_for_peers_that_rooms_name(sessions_max: int
     assert not end.core.may_dial_ahead("tcp://named", end.now)
 
 
-def test_a_message_of_somebody_who_was_never_dialled_is_ignored() -> None:
-    end = DecodeEnd()
+def test_a_message_of_somebody_who_was_never_dialled_is_ignored(end: DecodeEnd) -> None:
     session = end.up()
     assert end.receive(Drained(session, 1), end.welcome(), peer="tcp://stranger") == []
 
 
-def test_a_peer_that_never_answers_fails_the_rooms_that_wait_for_it() -> None:
-    end = DecodeEnd()
+def test_a_peer_that_never_answers_fails_the_rooms_that_wait_for_it(end: DecodeEnd) -> None:
     end.expect(1)
     assert failure(end.tick(2.6)) == (1, Cause.PEER_LOST)
 
 
-def test_every_peer_without_a_session_is_being_greeted() -> None:
+def test_every_peer_without_a_session_is_being_greeted(end: DecodeEnd) -> None:
     """What keeps a peer from being lost for good: checked after whatever the other tests of this file do to one."""
-    end = DecodeEnd()
     for message in (
         end.welcome(), Pong(5), end.welcome(incarnation=5), Reject(0, "full", ()), end.welcome(incarnation=5),
         Goodbye(5, "shutdown"), end.welcome(incarnation=6), Reject(0, "hello_required", ()), Pong(7),
@@ -1189,8 +1126,7 @@ def test_slots_that_an_engine_chose_are_given_back_with_the_last_of_their_leases
     assert of(end.receive(Drained(second.session, second.grant), peer=P2), RoomDrained) == [RoomDrained(1)]
 
 
-def test_a_node_is_not_idle_while_it_has_leased_slots_to_a_silent_peer() -> None:
-    end = DecodeEnd()
+def test_a_node_is_not_idle_while_it_has_leased_slots_to_a_silent_peer(end: DecodeEnd) -> None:
     session = end.up()
     end.granted(1)
     end.tick(LIMITS.silence_ms / 1e3 + 1.0)

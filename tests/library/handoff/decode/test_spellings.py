@@ -57,8 +57,12 @@ def sent_to(effects: list[Any]) -> list[str]:
     return [effect.peer for effect in effects if isinstance(effect, fx.Send)]
 
 
-def test_a_second_endpoint_of_a_process_opens_no_session_and_is_hung_up() -> None:
-    end = end_of()
+@pytest.fixture
+def end() -> DecodeEnd:
+    return end_of()
+
+
+def test_a_second_endpoint_of_a_process_opens_no_session_and_is_hung_up(end: DecodeEnd) -> None:
     session = end.up()
     effects = known(end)
     assert of(effects, Offer) == []
@@ -67,8 +71,7 @@ def test_a_second_endpoint_of_a_process_opens_no_session_and_is_hung_up() -> Non
     assert sent_to(end.live(30.0, P)).count(ALIAS) == 0
 
 
-def test_rooms_that_name_the_second_endpoint_are_granted_on_the_session_of_the_first() -> None:
-    end = end_of()
+def test_rooms_that_name_the_second_endpoint_are_granted_on_the_session_of_the_first(end: DecodeEnd) -> None:
     session = end.up()
     known(end)
     effects = end.expect(1, 8, ALIAS)
@@ -78,17 +81,15 @@ def test_rooms_that_name_the_second_endpoint_are_granted_on_the_session_of_the_f
     assert sent(end.expect(2), Grant)[0].session == session
 
 
-def test_rooms_that_waited_at_the_second_endpoint_are_granted_when_it_answers() -> None:
-    end = end_of()
+def test_rooms_that_waited_at_the_second_endpoint_are_granted_when_it_answers(end: DecodeEnd) -> None:
     session = end.up()
     assert sent(end.expect(1, 8, ALIAS), Grant) == []
     (grant,) = sent(end.receive(end.welcome(), peer=ALIAS), Grant)
     assert (grant.session, grant.room) == (session, 1)
 
 
-def test_the_endpoint_that_answers_first_stands_for_the_others() -> None:
+def test_the_endpoint_that_answers_first_stands_for_the_others(end: DecodeEnd) -> None:
     """Whichever was dialled first: rooms of both wait while neither has answered."""
-    end = end_of()
     end.expect(1)
     end.expect(2, 8, ALIAS)
     (offer,) = of(end.receive(end.welcome(), peer=ALIAS), Offer)
@@ -112,15 +113,13 @@ def test_rooms_of_both_endpoints_keep_their_turns() -> None:
     assert rooms == [11, 12, 13, 14]
 
 
-def test_a_second_welcome_is_no_answer_to_anything() -> None:
-    end = end_of()
+def test_a_second_welcome_is_no_answer_to_anything(end: DecodeEnd) -> None:
     end.up()
     known(end)
     assert end.receive(end.welcome(), end.welcome(2), peer=ALIAS) == []
 
 
-def test_a_new_process_is_met_by_each_endpoint_anew() -> None:
-    end = end_of()
+def test_a_new_process_is_met_by_each_endpoint_anew(end: DecodeEnd) -> None:
     end.up()
     known(end)
     end.live(1.0, P)
@@ -131,8 +130,7 @@ def test_a_new_process_is_met_by_each_endpoint_anew() -> None:
     assert of(end.receive(end.welcome(), peer=ALIAS), HangUp) == [HangUp(ALIAS)]
 
 
-def test_where_the_first_endpoint_is_silent_the_second_takes_over_for_both() -> None:
-    end = end_of()
+def test_where_the_first_endpoint_is_silent_the_second_takes_over_for_both(end: DecodeEnd) -> None:
     old = end.up()
     known(end)
     lease = end.granted(1)
@@ -154,8 +152,7 @@ def test_where_the_first_endpoint_is_silent_the_second_takes_over_for_both() -> 
     assert lease.session == old
 
 
-def test_a_process_that_sends_goodbye_stands_for_none() -> None:
-    end = end_of()
+def test_a_process_that_sends_goodbye_stands_for_none(end: DecodeEnd) -> None:
     end.up()
     known(end)
     end.core.dial(ALIAS_2, end.now)
@@ -189,8 +186,7 @@ def test_equal_keys_are_one_peer_whatever_its_node_is_called() -> None:
     assert of(known(end, second), HangUp) == [HangUp(second)]
 
 
-def test_a_room_that_names_one_rank_twice_fails() -> None:
-    end = end_of()
+def test_a_room_that_names_one_rank_twice_fails(end: DecodeEnd) -> None:
     end.up(holds=KV)
     end.expect(1, 8, P, ALIAS)
     assert failure(end.receive(end.welcome(holds=KV), peer=ALIAS)) == (1, Cause.PEER_LOST)
@@ -212,8 +208,7 @@ def test_a_leader_and_its_ranks_may_be_named_otherwise_than_they_were_met() -> N
     assert {grant.session for grant in grants} == {leader, second}
 
 
-def test_a_room_that_was_given_up_is_reported_to_the_peer_that_its_source_leads_to() -> None:
-    end = end_of()
+def test_a_room_that_was_given_up_is_reported_to_the_peer_that_its_source_leads_to(end: DecodeEnd) -> None:
     session = end.up()
     end.expect(1, 8, ALIAS)
     end.core.abort(1, end.now)

@@ -44,8 +44,12 @@ def of_two_ranks() -> DecodeEnd:
 # The core: what is asked, and what may be reused when
 
 
-def test_a_room_is_ready_when_what_has_landed_was_read_back_and_is_what_was_sent() -> None:
-    decode = end()
+@pytest.fixture
+def decode() -> DecodeEnd:
+    return end()
+
+
+def test_a_room_is_ready_when_what_has_landed_was_read_back_and_is_what_was_sent(decode: DecodeEnd) -> None:
     grant = decode.granted(7, tokens=8)
     assert grant.verify
     effects = decode.land(grant, aux=b"first", checksum=SENT)
@@ -64,8 +68,7 @@ def test_a_room_is_ready_when_what_has_landed_was_read_back_and_is_what_was_sent
     assert decode.core.idle
 
 
-def test_a_repeated_landed_is_read_once() -> None:
-    decode = end()
+def test_a_repeated_landed_is_read_once(decode: DecodeEnd) -> None:
     grant = decode.granted(7)
     assert of(decode.land(grant, checksum=SENT), Settle)
     again = decode.land(grant, checksum=bytes(8))
@@ -75,8 +78,7 @@ def test_a_repeated_landed_is_read_once() -> None:
     assert not of(decode.land(grant, checksum=SENT), Settle)
 
 
-def test_a_sum_that_differs_fails_the_room_and_names_grant_peer_and_both_values() -> None:
-    decode = end()
+def test_a_sum_that_differs_fails_the_room_and_names_grant_peer_and_both_values(decode: DecodeEnd) -> None:
     grant = decode.granted(7)
     decode.land(grant, checksum=SENT)
     (failed,) = of(decode.verified(grant, SUM + 1), RoomFailed)
@@ -89,8 +91,7 @@ def test_a_sum_that_differs_fails_the_room_and_names_grant_peer_and_both_values(
 
 
 @pytest.mark.parametrize("checksum", [b"", SENT[:7], SENT + b"\0"])
-def test_a_landed_without_a_checksum_fails_the_room_and_returns_its_slots(checksum: bytes) -> None:
-    decode = end()
+def test_a_landed_without_a_checksum_fails_the_room_and_returns_its_slots(decode: DecodeEnd, checksum: bytes) -> None:
     effects = decode.land(decode.granted(7), checksum=checksum)
     (failed,) = of(effects, RoomFailed)
     assert failed.cause is Cause.TRANSFER
@@ -104,8 +105,7 @@ def test_a_landed_without_a_checksum_fails_the_room_and_returns_its_slots(checks
     assert decode.core.post_landing.mismatched == 1
 
 
-def test_rows_that_cannot_be_read_fail_the_room() -> None:
-    decode = end()
+def test_rows_that_cannot_be_read_fail_the_room(decode: DecodeEnd) -> None:
     grant = decode.granted(7)
     decode.land(grant, checksum=SENT)
     assert "out of order" in of(decode.verified(grant, 0, "out of order"), RoomFailed)[0].detail
@@ -143,8 +143,7 @@ def test_slots_of_a_room_that_fails_while_it_is_read_are_reused_only_after_the_l
     assert [each.room for each in sent(effects, Grant)] == [8], "its slots are granted to the next at once"
 
 
-def test_a_room_of_the_same_label_is_not_touched_by_an_earlier_ones_reading() -> None:
-    decode = end()
+def test_a_room_of_the_same_label_is_not_touched_by_an_earlier_ones_reading(decode: DecodeEnd) -> None:
     first = decode.granted(7)
     decode.land(first, checksum=SENT)
     decode.core.abort(7, decode.now)
@@ -155,8 +154,7 @@ def test_a_room_of_the_same_label_is_not_touched_by_an_earlier_ones_reading() ->
 
 
 @pytest.mark.parametrize("how", ["goodbye", "silence"])
-def test_a_peer_that_is_lost_after_landed_costs_its_room_nothing(how: str) -> None:
-    decode = end()
+def test_a_peer_that_is_lost_after_landed_costs_its_room_nothing(decode: DecodeEnd, how: str) -> None:
     grant = decode.granted(7, deadline=decode.now + 60.0)
     decode.land(grant, checksum=SENT)
     if how == "goodbye":

@@ -84,8 +84,12 @@ def ended(end: PrefillEnd, number: int = 1, room: int = 1) -> list:
 # A room's way
 
 
-def test_a_room_lands_when_all_its_bytes_are_written_and_drains_at_once() -> None:
-    end = PrefillEnd()
+@pytest.fixture
+def end() -> PrefillEnd:
+    return PrefillEnd()
+
+
+def test_a_room_lands_when_all_its_bytes_are_written_and_drains_at_once(end: PrefillEnd) -> None:
     end.up()
     kv, c4 = writing(end)
     assert (kv.component, kv.layers, kv.source_slots.tolist()) == (0, (0, LAYERS), list(range(8)))
@@ -99,8 +103,7 @@ def test_a_room_lands_when_all_its_bytes_are_written_and_drains_at_once() -> Non
     assert end.core.idle
 
 
-def test_cells_that_come_before_the_grant_are_written_when_it_comes() -> None:
-    end = PrefillEnd()
+def test_cells_that_come_before_the_grant_are_written_when_it_comes(end: PrefillEnd) -> None:
     end.up()
     end.open()
     assert end.push() == []
@@ -110,8 +113,7 @@ def test_cells_that_come_before_the_grant_are_written_when_it_comes() -> None:
     assert len(of(effects, Write)) == 2
 
 
-def test_a_grant_that_comes_before_the_room_waits_for_it() -> None:
-    end = PrefillEnd()
+def test_a_grant_that_comes_before_the_room_waits_for_it(end: PrefillEnd) -> None:
     end.up()
     assert end.receive(grant()) == [Send(D, Granted(S, 1)), RoomAsked(1, 8, 0)]
     assert of(end.open(), RoomLeased) == [RoomLeased(1, 8)]
@@ -119,8 +121,7 @@ def test_a_grant_that_comes_before_the_room_waits_for_it() -> None:
     assert end.core._waiting == {}
 
 
-def test_each_cell_is_written_where_its_rows_and_layers_belong() -> None:
-    end = PrefillEnd()
+def test_each_cell_is_written_where_its_rows_and_layers_belong(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant(at=20))
@@ -131,8 +132,7 @@ def test_each_cell_is_written_where_its_rows_and_layers_belong() -> None:
     assert write.target_slots.tolist() == [23, 24, 25]
 
 
-def test_only_rows_behind_the_prefix_are_written() -> None:
-    end = PrefillEnd()
+def test_only_rows_behind_the_prefix_are_written(end: PrefillEnd) -> None:
     end.up()
     end.open()
     kv = grant().parts[0]
@@ -147,8 +147,7 @@ def test_only_rows_behind_the_prefix_are_written() -> None:
     assert landed.kv_bytes == 3 * LAYERS * ROW
 
 
-def test_a_second_grant_of_one_session_takes_no_other_ranks_place_in_a_room() -> None:
-    end = PrefillEnd()
+def test_a_second_grant_of_one_session_takes_no_other_ranks_place_in_a_room(end: PrefillEnd) -> None:
     end.up()
     end.up(0xA1, D2)
     end.open(grants=2)
@@ -158,8 +157,7 @@ def test_a_second_grant_of_one_session_takes_no_other_ranks_place_in_a_room() ->
     assert of(end.receive(grant(session=0xA1), peer=D2), RoomLeased) == [RoomLeased(1, 8)]
 
 
-def test_a_grant_without_parts_lands_once_the_room_is_finished() -> None:
-    end = PrefillEnd()
+def test_a_grant_without_parts_lands_once_the_room_is_finished(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant(parts=(), prefix=8))
@@ -167,16 +165,14 @@ def test_a_grant_without_parts_lands_once_the_room_is_finished() -> None:
     assert sent(end.finish(), Landed) == [Landed(S, 1, 0, b"aux")]
 
 
-def test_only_the_rank_that_was_asked_sends_the_aux() -> None:
-    end = PrefillEnd()
+def test_only_the_rank_that_was_asked_sends_the_aux(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant(parts=(), send_aux=False))
     assert sent(end.finish(), Landed) == [Landed(S, 1, 0, b"")]
 
 
-def test_a_room_that_lacks_bytes_when_the_engine_reports_finished_fails_with_the_engines_cause() -> None:
-    end = PrefillEnd()
+def test_a_room_that_lacks_bytes_when_the_engine_reports_finished_fails_with_the_engines_cause(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant())
@@ -196,8 +192,7 @@ def test_a_room_that_lacks_bytes_when_the_engine_reports_finished_fails_with_the
     ],
     ids=str,
 )  # fmt: skip
-def test_a_cell_outside_the_room_or_the_pool_is_refused(changes: dict) -> None:
-    end = PrefillEnd()
+def test_a_cell_outside_the_room_or_the_pool_is_refused(end: PrefillEnd, changes: dict) -> None:
     end.open()
     fields = {"component": "kv", "first_row": 0, "layers": (0, LAYERS), "source_slots": np.arange(8)} | changes
     with pytest.raises(LocalProtocolError):
@@ -205,8 +200,7 @@ def test_a_cell_outside_the_room_or_the_pool_is_refused(changes: dict) -> None:
     assert end.push() == [], "nothing of it was kept"
 
 
-def test_rows_are_offered_once_a_layer() -> None:
-    end = PrefillEnd()
+def test_rows_are_offered_once_a_layer(end: PrefillEnd) -> None:
     end.open()
     end.core.push(1, Cell("kv", 0, (0, 2), np.arange(8)), 0.0)
     end.core.push(1, Cell("kv", 0, (2, 3), np.arange(8)), 0.0)
@@ -215,8 +209,7 @@ def test_rows_are_offered_once_a_layer() -> None:
         end.core.push(1, Cell("kv", 7, (1, 3), np.arange(1)), 0.0)
 
 
-def test_misuse_by_the_engine_is_reported_to_the_engine() -> None:
-    end = PrefillEnd()
+def test_misuse_by_the_engine_is_reported_to_the_engine(end: PrefillEnd) -> None:
     end.open()
     with pytest.raises(LocalProtocolError, match="open already"):
         end.open()
@@ -232,8 +225,7 @@ def test_misuse_by_the_engine_is_reported_to_the_engine() -> None:
         end.push()
 
 
-def test_a_room_that_has_failed_ignores_its_engine() -> None:
-    end = PrefillEnd()
+def test_a_room_that_has_failed_ignores_its_engine(end: PrefillEnd) -> None:
     end.open()
     assert of(end.core.abort(1, 0.0), RoomDrained) == [RoomDrained(1)]
     assert end.push() == end.finish() == end.core.abort(1, 0.0) == []
@@ -257,8 +249,7 @@ def test_a_full_or_draining_node_opens_no_room() -> None:
 # Grants and their ends
 
 
-def test_a_repeated_grant_is_answered_by_what_became_of_it() -> None:
-    end = PrefillEnd()
+def test_a_repeated_grant_is_answered_by_what_became_of_it(end: PrefillEnd) -> None:
     end.up()
     granted = Send(D, Granted(S, 1))
     assert end.receive(grant(), grant(time_left_ms=5)) == [granted, RoomAsked(1, 8, 0), granted]
@@ -271,8 +262,7 @@ def test_a_repeated_grant_is_answered_by_what_became_of_it() -> None:
     assert end.receive(grant()) == [], "a number that has ended is over forever"
 
 
-def test_decode_is_reminded_of_a_grant_while_a_write_of_it_is_near_and_its_end_is_open() -> None:
-    end = PrefillEnd()
+def test_decode_is_reminded_of_a_grant_while_a_write_of_it_is_near_and_its_end_is_open(end: PrefillEnd) -> None:
     end.up()
     first, second = writing(end)
     assert end.core.wake_hint(S, first.write) == end.core.wake_hint(S, second.write) == [Send(D, Granted(S, 1))]
@@ -287,8 +277,7 @@ def test_decode_is_reminded_of_a_grant_while_a_write_of_it_is_near_and_its_end_i
     assert end.core.wake_hint(S, third.write) == []
 
 
-def test_ends_repeat_until_released() -> None:
-    end = PrefillEnd()
+def test_ends_repeat_until_released(end: PrefillEnd) -> None:
     end.up()
     first = sent(ended(end), Landed)
     assert sent(end.tick(0.75), Landed) == first * 3, "after 0.1, 0.3 and 0.7 s"
@@ -296,15 +285,13 @@ def test_ends_repeat_until_released() -> None:
     assert sent(end.tick(2.0), Landed) == []
 
 
-def test_released_for_what_was_never_granted_is_ignored() -> None:
-    end = PrefillEnd()
+def test_released_for_what_was_never_granted_is_ignored(end: PrefillEnd) -> None:
     end.up()
     assert end.released(3) == []
     assert of(end.receive(grant(3)), Send) == [Send(D, Granted(S, 3))]
 
 
-def test_a_grant_outside_the_window_goes_unanswered_until_an_end_is_acknowledged() -> None:
-    end = PrefillEnd()
+def test_a_grant_outside_the_window_goes_unanswered_until_an_end_is_acknowledged(end: PrefillEnd) -> None:
     end.up()
     far = grant(LIMITS.window + 1, 5, at=40)
     assert end.receive(far, Abort(S, LIMITS.window + 1)) == []
@@ -314,8 +301,7 @@ def test_a_grant_outside_the_window_goes_unanswered_until_an_end_is_acknowledged
     assert of(end.receive(far), Send) == [Send(D, Granted(S, far.grant))], "number 1 is open, and another has ended"
 
 
-def test_numbers_are_over_once_their_ends_were_acknowledged_in_any_order() -> None:
-    end = PrefillEnd()
+def test_numbers_are_over_once_their_ends_were_acknowledged_in_any_order(end: PrefillEnd) -> None:
     end.up()
     for number in (1, 2, 3):
         ended(end, number, number)
@@ -328,8 +314,7 @@ def test_numbers_are_over_once_their_ends_were_acknowledged_in_any_order() -> No
     assert 4 not in acked
 
 
-def test_abort_before_its_grant_refuses_the_number_forever() -> None:
-    end = PrefillEnd()
+def test_abort_before_its_grant_refuses_the_number_forever(end: PrefillEnd) -> None:
     end.up()
     end.open()
     assert sent(end.receive(Abort(S, 1)), Drained) == [Drained(S, 1)]
@@ -339,8 +324,7 @@ def test_abort_before_its_grant_refuses_the_number_forever() -> None:
     assert of(end.push(), Write) == []
 
 
-def test_abort_of_a_grant_that_waits_for_its_room_drains_it() -> None:
-    end = PrefillEnd()
+def test_abort_of_a_grant_that_waits_for_its_room_drains_it(end: PrefillEnd) -> None:
     end.up()
     end.receive(grant())
     assert sent(end.receive(Abort(S, 1)), Drained) == [Drained(S, 1)]
@@ -351,8 +335,7 @@ def test_abort_of_a_grant_that_waits_for_its_room_drains_it() -> None:
     assert of(end.push(), Write) == []
 
 
-def test_abort_before_its_grant_fails_the_room_that_it_names() -> None:
-    end = PrefillEnd()
+def test_abort_before_its_grant_fails_the_room_that_it_names(end: PrefillEnd) -> None:
     end.up()
     end.open()
     effects = end.receive(Abort(S, 1, 1))
@@ -361,8 +344,7 @@ def test_abort_before_its_grant_fails_the_room_that_it_names() -> None:
     assert of(effects, RoomDrained) == [RoomDrained(1)]
 
 
-def test_a_room_opened_after_its_abort_fails_at_once_unless_it_is_another_nodes() -> None:
-    end = PrefillEnd()
+def test_a_room_opened_after_its_abort_fails_at_once_unless_it_is_another_nodes(end: PrefillEnd) -> None:
     end.up()
     end.receive(Abort(S, 1, 1), Abort(S, 2, 2))
     assert failure(end.open(1)) == (1, Cause.ABORTED)
@@ -370,9 +352,8 @@ def test_a_room_opened_after_its_abort_fails_at_once_unless_it_is_another_nodes(
     assert end.receive(Abort(S, 3, 2))[1:] == [], "nor does it fail a room that is open for others"
 
 
-def test_a_room_that_is_opened_after_its_grant_has_failed_fails_at_once() -> None:
+def test_a_room_that_is_opened_after_its_grant_has_failed_fails_at_once(end: PrefillEnd) -> None:
     """Decode waits for it no more, and grants no second time."""
-    end = PrefillEnd()
     end.up()
     end.receive(msgspec.structs.replace(grant(1, 1), time_left_ms=100))
     assert [each.reason for each in sent(end.tick(0.11), Failed)] == ["deadline"]
@@ -381,8 +362,7 @@ def test_a_room_that_is_opened_after_its_grant_has_failed_fails_at_once() -> Non
     assert of(effects, RoomDrained) == [RoomDrained(1)]
 
 
-def test_a_node_that_does_not_fit_can_still_give_its_rooms_up() -> None:
-    end = PrefillEnd()
+def test_a_node_that_does_not_fit_can_still_give_its_rooms_up(end: PrefillEnd) -> None:
     end.open(1)
     hello = end.hello(weights=b"x")
     rooms = Withdrawn(1, "refused: weights"), Withdrawn(2, "")
@@ -397,8 +377,7 @@ def test_a_node_that_does_not_fit_can_still_give_its_rooms_up() -> None:
     assert failure(end.open(2)) == (2, Cause.ABORTED)
 
 
-def test_a_room_that_is_for_others_is_not_given_up_by_a_hello() -> None:
-    end = PrefillEnd()
+def test_a_room_that_is_for_others_is_not_given_up_by_a_hello(end: PrefillEnd) -> None:
     end.open(1, peers=(D2,))
     end.receive(msgspec.structs.replace(end.hello(weights=b"x"), withdrawn=(Withdrawn(1, ""),)))
     assert 1 in end.core.rooms
@@ -407,8 +386,7 @@ def test_a_room_that_is_for_others_is_not_given_up_by_a_hello() -> None:
     assert 1 in end.core.rooms, "only a decode node expects rooms"
 
 
-def test_of_peers_that_do_not_fit_those_that_fit_again_are_reported_anew() -> None:
-    end = PrefillEnd()
+def test_of_peers_that_do_not_fit_those_that_fit_again_are_reported_anew(end: PrefillEnd) -> None:
     for _ in range(2):
         assert len(of(end.receive(end.hello(weights=b"x")), PeerRefused)) == 1
         assert len(of(end.receive(end.hello(weights=b"y")), PeerRefused)) == 1
@@ -417,8 +395,7 @@ def test_of_peers_that_do_not_fit_those_that_fit_again_are_reported_anew() -> No
     assert len(of(end.receive(end.hello(weights=b"y")), PeerRefused)) == 1
 
 
-def test_grants_of_a_room_that_its_engine_gave_up_before_opening_fail_at_once() -> None:
-    end = PrefillEnd()
+def test_grants_of_a_room_that_its_engine_gave_up_before_opening_fail_at_once(end: PrefillEnd) -> None:
     end.up()
     end.receive(grant(1, 1))
     assert sent(end.core.abort(1, end.now), Failed) == [Failed(S, 1, "aborted", "", quiescent=True)]
@@ -426,8 +403,7 @@ def test_grants_of_a_room_that_its_engine_gave_up_before_opening_fail_at_once() 
     assert sent(end.receive(grant(2, 2, at=8)), Failed) == [Failed(S, 2, "aborted", "", quiescent=True)]
 
 
-def test_abort_stops_writing_and_drains_after_the_last_write() -> None:
-    end = PrefillEnd()
+def test_abort_stops_writing_and_drains_after_the_last_write(end: PrefillEnd) -> None:
     end.up()
     kv, c4 = writing(end)
     effects = end.receive(Abort(S, 1))
@@ -442,8 +418,7 @@ def test_abort_stops_writing_and_drains_after_the_last_write() -> None:
     assert sent(effects, Landed) == []
 
 
-def test_abort_that_comes_after_landed_is_answered_landed() -> None:
-    end = PrefillEnd()
+def test_abort_that_comes_after_landed_is_answered_landed(end: PrefillEnd) -> None:
     end.up()
     landed = sent(ended(end), Landed)
     effects = end.receive(Abort(S, 1))
@@ -451,8 +426,7 @@ def test_abort_that_comes_after_landed_is_answered_landed() -> None:
     assert of(effects, RoomFailed) == []
 
 
-def test_a_write_that_failed_is_reported_at_once_and_proven_later() -> None:
-    end = PrefillEnd()
+def test_a_write_that_failed_is_reported_at_once_and_proven_later(end: PrefillEnd) -> None:
     end.up()
     kv, c4 = writing(end)
     effects = end.wrote(kv, Outcome.FAILED)
@@ -467,8 +441,7 @@ def test_a_write_that_failed_is_reported_at_once_and_proven_later() -> None:
     assert of(effects, RoomDrained) == [RoomDrained(1)]
 
 
-def test_a_last_write_that_failed_is_a_quiescent_failure() -> None:
-    end = PrefillEnd()
+def test_a_last_write_that_failed_is_a_quiescent_failure(end: PrefillEnd) -> None:
     end.up()
     kv, c4 = writing(end)
     end.wrote(kv)
@@ -477,8 +450,7 @@ def test_a_last_write_that_failed_is_a_quiescent_failure() -> None:
     assert of(effects, RoomDrained) == [RoomDrained(1)]
 
 
-def test_an_unknown_outcome_drains_nothing_before_the_fence() -> None:
-    end = PrefillEnd()
+def test_an_unknown_outcome_drains_nothing_before_the_fence(end: PrefillEnd) -> None:
     end.up()
     kv, c4 = writing(end)
     other = writing(end, 2, 2, at=8)
@@ -500,8 +472,7 @@ def test_an_unknown_outcome_drains_nothing_before_the_fence() -> None:
     assert end.core.idle
 
 
-def test_an_unknown_outcome_of_a_closed_session_keeps_its_mapping_and_pages_until_the_fence() -> None:
-    end = PrefillEnd()
+def test_an_unknown_outcome_of_a_closed_session_keeps_its_mapping_and_pages_until_the_fence(end: PrefillEnd) -> None:
     end.up()
     kv, c4 = writing(end)
     effects = end.receive(Goodbye(1, "shutdown"))
@@ -515,8 +486,7 @@ def test_an_unknown_outcome_of_a_closed_session_keeps_its_mapping_and_pages_unti
     assert of(effects, Send) == []
 
 
-def test_a_grant_whose_room_never_opens_fails_at_its_deadline() -> None:
-    end = PrefillEnd()
+def test_a_grant_whose_room_never_opens_fails_at_its_deadline(end: PrefillEnd) -> None:
     end.up()
     end.receive(grant(time_left_ms=1_000))
     assert sent(end.tick(0.95), Failed) == []
@@ -525,8 +495,7 @@ def test_a_grant_whose_room_never_opens_fails_at_its_deadline() -> None:
     assert end.core._waiting == {}
 
 
-def test_a_room_that_meets_no_grant_fails_at_its_deadline() -> None:
-    end = PrefillEnd()
+def test_a_room_that_meets_no_grant_fails_at_its_deadline(end: PrefillEnd) -> None:
     end.open(deadline=1.0)
     end.push()
     end.finish()
@@ -549,9 +518,8 @@ def test_a_room_that_meets_no_grant_fails_at_its_deadline() -> None:
     ],
 )
 def test_a_room_past_its_deadline_names_what_it_waited_for(
-    options: dict, granted: bool, finished: bool, text: str
+    end: PrefillEnd, options: dict, granted: bool, finished: bool, text: str
 ) -> None:
-    end = PrefillEnd()
     end.up()
     end.open(deadline=1.0, **options)
     if granted:
@@ -563,8 +531,7 @@ def test_a_room_past_its_deadline_names_what_it_waited_for(
     assert (failed.cause, failed.detail) == (Cause.DEADLINE, f"not landed in time, still {text}")
 
 
-def test_a_late_grant_for_a_room_that_has_ended_fails_at_once() -> None:
-    end = PrefillEnd()
+def test_a_late_grant_for_a_room_that_has_ended_fails_at_once(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.core.abort(1, 0.0, Cause.ENGINE, "broken")
@@ -583,8 +550,7 @@ def test_only_the_latest_ended_labels_are_kept() -> None:
     assert list(end.core._ended) == [7, 8, 9]
 
 
-def test_the_pages_of_a_failed_room_are_safe_when_its_last_write_has_ended() -> None:
-    end = PrefillEnd()
+def test_the_pages_of_a_failed_room_are_safe_when_its_last_write_has_ended(end: PrefillEnd) -> None:
     end.up()
     kv, c4 = writing(end)
     effects = end.core.abort(1, 0.0)
@@ -594,8 +560,7 @@ def test_the_pages_of_a_failed_room_are_safe_when_its_last_write_has_ended() -> 
     assert of(end.wrote(c4), RoomDrained) == [RoomDrained(1)]
 
 
-def test_slots_may_be_granted_again_once_their_grant_has_ended() -> None:
-    end = PrefillEnd()
+def test_slots_may_be_granted_again_once_their_grant_has_ended(end: PrefillEnd) -> None:
     end.up()
     ended(end, 1, 1)
     assert of(end.receive(grant(2, 2, at=0)), Send) == [Send(D, Granted(S, 2))]
@@ -613,8 +578,7 @@ def two_ranks(end: PrefillEnd) -> list[Write]:
     return of(end.push(), Write)
 
 
-def test_a_room_of_two_ranks_lands_when_both_have_all_bytes() -> None:
-    end = PrefillEnd()
+def test_a_room_of_two_ranks_lands_when_both_have_all_bytes(end: PrefillEnd) -> None:
     writes = two_ranks(end)
     end.finish()
     effects = [effect for write in writes[:-1] for effect in end.wrote(write)]
@@ -639,8 +603,7 @@ def test_a_session_without_components_is_up_at_once_maps_nothing_and_lands_when_
     assert end.core.sessions == {}
 
 
-def test_a_part_of_what_no_session_registered_is_a_breach() -> None:
-    end = PrefillEnd()
+def test_a_part_of_what_no_session_registered_is_a_breach(end: PrefillEnd) -> None:
     end.receive(end.hello(), end.register(S, components=()))
     end.open()
     assert (
@@ -650,8 +613,7 @@ def test_a_part_of_what_no_session_registered_is_a_breach() -> None:
     assert end.core.sessions == {}
 
 
-def test_a_session_of_some_layers_is_written_those_and_no_byte_of_others() -> None:
-    end = PrefillEnd()
+def test_a_session_of_some_layers_is_written_those_and_no_byte_of_others(end: PrefillEnd) -> None:
     end.receive(end.hello())
     stage = components(SLOTS, 1, page_first=True)[0]
     stage = msgspec.structs.replace(stage, layout=stage.layout.layers(1, LAYERS))
@@ -670,16 +632,14 @@ def test_a_session_of_some_layers_is_written_those_and_no_byte_of_others() -> No
     assert [message.kv_bytes for message in landed] == [8 * (LAYERS - 1) * ROW]
 
 
-def test_abort_by_one_rank_fails_the_grant_of_the_other() -> None:
-    end = PrefillEnd()
+def test_abort_by_one_rank_fails_the_grant_of_the_other(end: PrefillEnd) -> None:
     two_ranks(end)
     effects = end.receive(Abort(S, 1))
     assert failure(effects) == (1, Cause.ABORTED)
     assert [(e.peer, e.message.quiescent) for e in of(effects, Send) if isinstance(e.message, Failed)] == [(D2, False)]
 
 
-def test_abort_by_a_rank_that_has_landed_fails_a_room_that_has_not() -> None:
-    end = PrefillEnd()
+def test_abort_by_a_rank_that_has_landed_fails_a_room_that_has_not(end: PrefillEnd) -> None:
     writes = two_ranks(end)
     end.finish()
     for write in writes:
@@ -690,8 +650,7 @@ def test_abort_by_a_rank_that_has_landed_fails_a_room_that_has_not() -> None:
     assert failure(effects) == (1, Cause.ABORTED)
 
 
-def test_a_rank_that_is_lost_fails_the_room_for_the_other() -> None:
-    end = PrefillEnd()
+def test_a_rank_that_is_lost_fails_the_room_for_the_other(end: PrefillEnd) -> None:
     two_ranks(end)
     effects = end.receive(Goodbye(1, "shutdown"))
     assert failure(effects) == (1, Cause.PEER_LOST)
@@ -701,8 +660,7 @@ def test_a_rank_that_is_lost_fails_the_room_for_the_other() -> None:
 # Sessions
 
 
-def test_registered_reports_what_is_mapped_and_a_repeated_register_is_answered_once_it_is() -> None:
-    end = PrefillEnd()
+def test_registered_reports_what_is_mapped_and_a_repeated_register_is_answered_once_it_is(end: PrefillEnd) -> None:
     own = components(SLOTS, 1, page_first=True)
     assert sent(end.receive(end.hello()), Welcome)
     assert of(end.receive(end.register()), Map) == [Map(S, REACH, own, own)]
@@ -711,23 +669,20 @@ def test_registered_reports_what_is_mapped_and_a_repeated_register_is_answered_o
     assert sent(end.receive(end.register()), Registered) == [Registered(S, ARENA_BYTES)]
 
 
-def test_more_bytes_may_become_ready_later() -> None:
-    end = PrefillEnd()
+def test_more_bytes_may_become_ready_later(end: PrefillEnd) -> None:
     end.receive(end.hello(), end.register())
     assert sent(end.core.mapped(S, 100), Registered) == [Registered(S, 100)]
     assert sent(end.core.mapped(S, ARENA_BYTES), Registered) == [Registered(S, ARENA_BYTES)]
     assert sent(end.receive(grant()), Granted)
 
 
-def test_what_cannot_be_mapped_is_rejected_with_the_reason() -> None:
-    end = PrefillEnd()
+def test_what_cannot_be_mapped_is_rejected_with_the_reason(end: PrefillEnd) -> None:
     end.receive(end.hello(), end.register())
     assert refusal(end.core.unmappable(S, "no such socket", 0.0)) == "no such socket"
     assert end.core.sessions == {}
 
 
-def test_the_first_word_on_another_session_of_a_peer_closes_the_one_before() -> None:
-    end = PrefillEnd()
+def test_the_first_word_on_another_session_of_a_peer_closes_the_one_before(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant())
@@ -738,9 +693,8 @@ def test_the_first_word_on_another_session_of_a_peer_closes_the_one_before() -> 
     assert end.core.sessions.keys() == {0xA1}
 
 
-def test_a_late_register_of_a_dead_process_costs_the_next_one_nothing() -> None:
+def test_a_late_register_of_a_dead_process_costs_the_next_one_nothing(end: PrefillEnd) -> None:
     """Simulated, seed 18 of restarts: it carries no incarnation, and took the next one's place. Nobody can map it."""
-    end = PrefillEnd()
     end.up()
     end.open()
     end.receive(grant())
@@ -753,8 +707,7 @@ def test_a_late_register_of_a_dead_process_costs_the_next_one_nothing() -> None:
     assert 1 in end.core.rooms
 
 
-def test_a_late_register_of_an_ended_session_changes_nothing() -> None:
-    end = PrefillEnd()
+def test_a_late_register_of_an_ended_session_changes_nothing(end: PrefillEnd) -> None:
     end.up(S)
     end.up(0xA1)
     end.receive(Abort(0xA1, 1))
@@ -764,8 +717,7 @@ def test_a_late_register_of_an_ended_session_changes_nothing() -> None:
     assert end.core.sessions[0xA1].open
 
 
-def test_a_session_closed_while_its_arena_is_mapped_is_unmapped_when_that_is_done() -> None:
-    end = PrefillEnd()
+def test_a_session_closed_while_its_arena_is_mapped_is_unmapped_when_that_is_done(end: PrefillEnd) -> None:
     end.receive(end.hello(), end.register())
     assert of(end.receive(Reject(S, "peer_lost", ())), Unmap) == []
     assert end.core.sessions.keys() == {S}
@@ -774,8 +726,7 @@ def test_a_session_closed_while_its_arena_is_mapped_is_unmapped_when_that_is_don
     assert end.core.sessions == {}
 
 
-def test_registers_cannot_pile_up_mappings() -> None:
-    end = PrefillEnd()
+def test_registers_cannot_pile_up_mappings(end: PrefillEnd) -> None:
     end.receive(end.hello())
     maps = []
     for session in range(100, 200):
@@ -788,8 +739,7 @@ def test_registers_cannot_pile_up_mappings() -> None:
     assert of(end.receive(end.register(778)), Map)
 
 
-def test_writes_in_flight_keep_the_mapping_of_a_closed_session() -> None:
-    end = PrefillEnd()
+def test_writes_in_flight_keep_the_mapping_of_a_closed_session(end: PrefillEnd) -> None:
     end.up()
     kv, c4 = writing(end)
     assert of(end.receive(Reject(S, "peer_lost", ())), Unmap) == []
@@ -799,8 +749,7 @@ def test_writes_in_flight_keep_the_mapping_of_a_closed_session() -> None:
     assert end.core.idle
 
 
-def test_a_new_incarnation_closes_the_sessions_of_the_old_one() -> None:
-    end = PrefillEnd()
+def test_a_new_incarnation_closes_the_sessions_of_the_old_one(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant())
@@ -810,17 +759,15 @@ def test_a_new_incarnation_closes_the_sessions_of_the_old_one() -> None:
     assert sent(effects, Welcome)
 
 
-def test_a_late_hello_of_an_earlier_process_changes_nothing() -> None:
-    end = PrefillEnd()
+def test_a_late_hello_of_an_earlier_process_changes_nothing(end: PrefillEnd) -> None:
     end.up()
     end.up(0xA1, incarnation=2)
     assert end.receive(end.hello(1)) == []
     assert end.core.sessions[0xA1].open
 
 
-def test_a_process_that_greets_on_after_it_was_taken_for_gone_gets_in() -> None:
+def test_a_process_that_greets_on_after_it_was_taken_for_gone_gets_in(end: PrefillEnd) -> None:
     """Simulated, seed 4304: the first Hello of a dead process came after the living one's, which was then shut out."""
-    end = PrefillEnd()
     end.up(incarnation=2)
     end.receive(end.hello(1))
     assert end.receive(end.hello(2)) == []
@@ -828,8 +775,7 @@ def test_a_process_that_greets_on_after_it_was_taken_for_gone_gets_in() -> None:
     assert sent(end.receive(end.hello(2)), Welcome)
 
 
-def test_goodbye_ends_the_peers_sessions_and_another_process_cannot_send_it() -> None:
-    end = PrefillEnd()
+def test_goodbye_ends_the_peers_sessions_and_another_process_cannot_send_it(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant())
@@ -838,35 +784,30 @@ def test_goodbye_ends_the_peers_sessions_and_another_process_cannot_send_it() ->
     assert end.core.peers == {}
 
 
-def test_a_peer_that_sends_goodbye_and_goes_on_is_asked_who_it_is() -> None:
-    end = PrefillEnd()
+def test_a_peer_that_sends_goodbye_and_goes_on_is_asked_who_it_is(end: PrefillEnd) -> None:
     end.up()
     end.receive(Goodbye(1, "shutdown"))
     assert sent(end.receive(grant()), Reject) == [Reject(0, "hello_required", ())]
 
 
-def test_a_stranger_is_asked_for_hello_but_never_for_a_farewell() -> None:
-    end = PrefillEnd()
+def test_a_stranger_is_asked_for_hello_but_never_for_a_farewell(end: PrefillEnd) -> None:
     assert sent(end.receive(Ping(1)), Reject) == [Reject(0, "hello_required", ())]
     assert end.receive(Reject(S, "peer_lost", ()), Reject(0, "hello_required", ()), Goodbye(1, "shutdown")) == []
 
 
-def test_a_message_for_an_unknown_session_is_rejected_and_a_reject_is_not() -> None:
-    end = PrefillEnd()
+def test_a_message_for_an_unknown_session_is_rejected_and_a_reject_is_not(end: PrefillEnd) -> None:
     end.receive(end.hello())
     for message in (grant(), Abort(S, 1), Released(S, 1)):
         assert sent(end.receive(message), Reject) == [Reject(S, "unknown_session", ())]
     assert end.receive(Reject(S, "unknown_session", ())) == []
 
 
-def test_ping_is_answered_with_this_process() -> None:
-    end = PrefillEnd()
+def test_ping_is_answered_with_this_process(end: PrefillEnd) -> None:
     end.receive(end.hello(5))
     assert sent(end.receive(Ping(5)), Pong) == [Pong(9)]
 
 
-def test_a_decode_node_that_falls_silent_loses_its_sessions() -> None:
-    end = PrefillEnd()
+def test_a_decode_node_that_falls_silent_loses_its_sessions(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant())
@@ -878,8 +819,7 @@ def test_a_decode_node_that_falls_silent_loses_its_sessions() -> None:
     assert sent(end.receive(Ping(1)), Reject) == [Reject(0, "hello_required", ())]
 
 
-def test_a_decode_node_whose_process_is_gone_loses_its_sessions_once_it_is_slow() -> None:
-    end = PrefillEnd()
+def test_a_decode_node_whose_process_is_gone_loses_its_sessions_once_it_is_slow(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant())
@@ -890,8 +830,7 @@ def test_a_decode_node_whose_process_is_gone_loses_its_sessions_once_it_is_slow(
     assert end.core.gone(D, "its connection has ended", end.now) == []
 
 
-def test_a_decode_node_that_is_back_in_time_keeps_its_sessions() -> None:
-    end = PrefillEnd()
+def test_a_decode_node_that_is_back_in_time_keeps_its_sessions(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant())
@@ -901,8 +840,7 @@ def test_a_decode_node_that_is_back_in_time_keeps_its_sessions() -> None:
     assert of(end.tick(LIMITS.slow_ms / 1e3 + 1.0), RoomFailed) == []
 
 
-def test_a_quiet_peer_is_looked_at_often_enough_to_separate_silence_from_time_that_nobody_ran() -> None:
-    end = PrefillEnd()
+def test_a_quiet_peer_is_looked_at_often_enough_to_separate_silence_from_time_that_nobody_ran(end: PrefillEnd) -> None:
     end.receive(end.hello())
     for _ in range(3):
         due = end.core.next_tick()
@@ -923,15 +861,13 @@ def test_silence_is_noticed_however_times_round() -> None:
     assert end.core.peers == {}
 
 
-def test_a_wrong_model_is_refused_with_both_values() -> None:
-    end = PrefillEnd()
+def test_a_wrong_model_is_refused_with_both_values(end: PrefillEnd) -> None:
     effects = end.receive(end.hello(model="other", weights=b"\x01"))
     assert sent(effects, Welcome) == []
     assert refusal(effects) == "model: d0 has 'other', p0 'm'; weights: d0 has '01', p0 '77'"
 
 
-def test_the_text_of_a_reject_fits_into_its_frame() -> None:
-    end = PrefillEnd()
+def test_the_text_of_a_reject_fits_into_its_frame(end: PrefillEnd) -> None:
     (reject,) = sent(end.receive(end.hello(model="\U0010ffff" * 128, node="n" * 128)), Reject)
     assert all(len(line) <= 512 for line in reject.fields)
 
@@ -950,8 +886,7 @@ def test_no_more_peers_are_known_than_sessions_max() -> None:
 # Checksums
 
 
-def test_landed_carries_the_sum_of_its_writes_where_the_grant_asks_to_verify() -> None:
-    end = PrefillEnd()
+def test_landed_carries_the_sum_of_its_writes_where_the_grant_asks_to_verify(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant(verify=True))
@@ -962,8 +897,7 @@ def test_landed_carries_the_sum_of_its_writes_where_the_grant_asks_to_verify() -
     assert landed.checksum == (3).to_bytes(8, "little"), "mod 2**64"
 
 
-def test_a_write_carries_which_row_of_the_room_is_its_first() -> None:
-    end = PrefillEnd()
+def test_a_write_carries_which_row_of_the_room_is_its_first(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant(verify=True))
@@ -971,8 +905,7 @@ def test_a_write_carries_which_row_of_the_room_is_its_first() -> None:
     assert write.first_row == 3
 
 
-def test_landed_carries_no_checksum_that_nobody_asked_for() -> None:
-    end = PrefillEnd()
+def test_landed_carries_no_checksum_that_nobody_asked_for(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant())
@@ -983,8 +916,7 @@ def test_landed_carries_no_checksum_that_nobody_asked_for() -> None:
     assert landed.checksum == b""
 
 
-def test_a_grant_without_parts_that_is_to_be_verified_lands_with_the_sum_of_nothing() -> None:
-    end = PrefillEnd()
+def test_a_grant_without_parts_that_is_to_be_verified_lands_with_the_sum_of_nothing(end: PrefillEnd) -> None:
     end.up()
     end.open()
     end.receive(grant(verify=True, parts=()))
@@ -992,8 +924,7 @@ def test_a_grant_without_parts_that_is_to_be_verified_lands_with_the_sum_of_noth
     assert landed.checksum == bytes(8)
 
 
-def test_no_hello_is_answered_before_the_group_is_known() -> None:
-    end = PrefillEnd()
+def test_no_hello_is_answered_before_the_group_is_known(end: PrefillEnd) -> None:
     end.core = PrefillSessions(identity("p0", "prefill"), end.components, LIMITS, group_is_known=False)
     assert end.receive(end.hello()) == []
     group = (Member("p0", ""), Member("p1", "tcp://p1"))
@@ -1003,9 +934,8 @@ def test_no_hello_is_answered_before_the_group_is_known() -> None:
 
 
 @pytest.mark.parametrize("granted_before", [False, True])
-def test_a_leased_room_goes_on_although_another_decode_gives_it_up(granted_before: bool) -> None:
+def test_a_leased_room_goes_on_although_another_decode_gives_it_up(end: PrefillEnd, granted_before: bool) -> None:
     """It is for whoever grants it first. The other never had a grant of it, or one that came too late."""
-    end = PrefillEnd()
     end.up(S)
     other = end.up(0xB0, peer=D2)
     end.open(1)

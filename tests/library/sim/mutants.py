@@ -1,19 +1,31 @@
-"""Planted bugs, one for each defence: with the defence gone the simulator has to find it within this many seeds."""
+"""Planted bugs, one for each defence: without it the simulator has to fail within a number of seeds, in the words of
+the checker that is for it.
+
+Each is a paragraph of planted/*.txt: its name, the kind of worlds, the number of their seeds (`36 from 48`: the first
+one is 48), and words of the failure; then functions of pdtransfer, each with lines that go (-) and come (+). Lines that
+come where none goes are the function's first ones. The modules there have those that an edit would not say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from textwrap import dedent
+from types import CodeType, FunctionType
 
 from .planted import (
-    Patch,
-    decode,
     fairness,
     leaders,
     lines,
     parts,
     placed,
     prefill,
+    replaced,
     requests,
     rows,
     silence,
@@ -23,41 +35,95 @@ from .planted import (
     strangers,
     turns,
 )
+from .planted.replaced import Patch
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Lines of one function that go, and those that come in their place."""
+
+    where: str  # module:function, below pdtransfer
+    minus: list[str]
+    plus: list[str]
+
+    def made(self, lines: list[str]) -> list[str]:
+        """The lines of the function with it. Raises LookupError unless those that go stand in one place."""
+        text, minus = [line.strip() for line in lines], [line.strip() for line in self.minus]
+        places = [at for at in range(len(text)) if minus and text[at : at + len(minus)] == minus]
+        if not minus:
+            (function,) = ast.parse(dedent("\n".join(lines))).body
+            assert isinstance(function, ast.FunctionDef), self.where
+            places = [function.body[ast.get_docstring(function) is not None].lineno - 1]
+        if len(places) != 1:
+            raise LookupError(f"{self.where} has these lines in {len(places)} places, not in one: {minus}")
+        at = places[0]
+        indent = lines[at][: -len(text[at])]
+        return lines[:at] + [indent + line for line in self.plus] + lines[at + len(minus) :]
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A planted bug; to be caught within this many seeds of worlds of that kind, about three times what it took. One
-    that few worlds show begins at its `first` seed."""
+    """A planted bug; to be caught within this many seeds of worlds of that kind, about three times what it took, by a
+    checker whose failure has these words. One that few worlds show begins at its `first` seed."""
 
     plant: Callable[[Patch], None]
     kind: str
     seeds: int
+    words: str = ""
     first: int = 0
 
 
-MUTANTS: dict[str, Mutant] = {
-    "free at the deadline": Mutant(decode.free_at_the_deadline, "quiet", 3),
+def plant_edits(edits: Sequence[Edit], patch: Patch) -> None:
+    """Gives each function the code of its edited source, which is compiled with its module."""
+    for where in dict.fromkeys(edit.where for edit in edits):
+        found = resolve_name(f"pdtransfer.{where}")
+        function = found.fget if isinstance(found, property) else found
+        assert isinstance(function, FunctionType), where
+        path, start = Path(function.__code__.co_filename), function.__code__.co_firstlineno - 1
+        lines, body = path.read_text().splitlines(), inspect.getsource(function).splitlines()
+        end = start + len(body)
+        for edit in edits:
+            body = edit.made(body) if edit.where == where else body
+        module = compile("\n".join([*lines[:start], *body, *lines[end:]]), path, "exec", dont_inherit=True)
+        (code,) = [each for each in _codes(module) if each.co_qualname == function.__qualname__]
+        patch(function, "__code__", code)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def read(paragraph: str) -> tuple[str, Mutant]:
+    """A bug by its name. Raises for a line of another form."""
+    head, *lines = [line for line in paragraph.splitlines() if not line.startswith("# ")]
+    name, kind, bound, words = head.split(" | ")
+    seeds, _, first = bound.partition(" from ")
+    edits: list[Edit] = []
+    for line in lines:
+        sign, text = line.split(" ", 1)
+        if sign == "in" or (sign == "-" and edits[-1].plus):
+            edits.append(Edit(text if sign == "in" else edits[-1].where, [], []))
+        if sign != "in":
+            {"-": edits[-1].minus, "+": edits[-1].plus}[sign].append(text)
+    return name, Mutant(partial(plant_edits, edits), kind, int(seeds), words, int(first or 0))
+
+
+MUTANTS = {
+    "a late message revives a room": Mutant(
+        replaced.late_message_revives_a_room, "quiet", 3, "fails on decode after it has ended"
+    ),
     "Drained sent early": Mutant(prefill.drained_sent_early, "lossy", 6),
     "ended grants forgotten": Mutant(prefill.ended_grants_forgotten, "crowded", 75),
-    "a late message revives a room": Mutant(decode.late_message_revives_room, "quiet", 3),
-    "silence taken for a fence": Mutant(decode.silence_taken_for_a_fence, "rough", 30),
-    "a new incarnation taken for a fence": Mutant(decode.new_incarnation_taken_for_a_fence, "deadly", 12),
-    "condemned taken for quiet": Mutant(decode.condemned_taken_for_quiet, "deadly", 12),
     "pages reused when the room fails": Mutant(prefill.pages_reused_when_the_room_fails, "lossy", 3),
     "claimed blocks evicted": Mutant(rows.claimed_blocks_evicted, "shared", 9),
     "blocks go with the first room": Mutant(rows.blocks_go_with_the_first_room, "shared", 9),
     "shared before READY": Mutant(rows.shared_before_ready, "shared", 3),
     "keys without what comes before": Mutant(rows.keys_without_what_comes_before, "shared", 9),
-    "one queue for all peers": Mutant(decode.one_queue_for_all_peers, "isolation", 18),
-    "Landed is not Drained": Mutant(decode.landed_is_not_drained, "lossy", 3),
-    "Failed taken for a proof": Mutant(decode.failed_taken_for_a_proof, "lossy", 6),
-    "Released only once": Mutant(decode.released_only_once, "lossy", 6),
     "ends sent once": Mutant(prefill.ends_sent_once, "lossy", 6),
-    "Abort sent once": Mutant(decode.abort_sent_once, "lossy", 42),
-    "Grant sent once": Mutant(decode.grant_sent_once, "patient", 6),
     "Abort of an unknown grant forgotten": Mutant(prefill.abort_of_an_unknown_grant_forgotten, "lossy", 60),
-    "window unheeded by decode": Mutant(decode.window_unheeded_by_decode, "quiet", 9),
     "window unheeded by prefill": Mutant(prefill.window_unheeded_by_prefill, "lossy", 6),
     "a mapping dropped under a write": Mutant(prefill.mapping_dropped_under_a_write, "deadly", 21),
     "an unknown end taken for a failure": Mutant(prefill.unknown_taken_for_failed, "lossy", 50),
@@ -65,24 +131,12 @@ MUTANTS: dict[str, Mutant] = {
     "landed short": Mutant(prefill.landed_short, "lossy", 6),
     "bytes of Landed unchecked": Mutant(prefill.landed_bytes_unchecked, "lossy", 6),
     "Landed before it is written": Mutant(prefill.landed_before_it_is_written, "quiet", 3),
-    "READY with the first rank": Mutant(decode.ready_with_the_first_rank, "ranks", 6),
-    "coverage unchecked": Mutant(decode.coverage_unchecked, "ranks", 6),
-    "equal rows sent by all": Mutant(decode.equal_rows_sent_by_all, "ranks", 6),
-    "the other ranks granted on": Mutant(decode.other_ranks_granted_on, "ranks", 6),
     "waiting Grants wait forever": Mutant(prefill.waiting_grants_wait_forever, "lossy", 36, first=48),
     "silent decode kept": Mutant(prefill.silent_decode_kept, "deadly", 57),
     "ended labels forgotten": Mutant(prefill.ended_labels_forgotten, "patient", 6),
     "Cancel before Begin forgotten": Mutant(requests.cancel_before_begin_forgotten, "fleet", 60),
     "Begun sent once": Mutant(requests.begun_sent_once, "fleet", 60),
     "unknown rooms unanswered": Mutant(requests.unknown_rooms_unanswered, "fleet", 42),
-    "a deaf writer not quarantined": Mutant(decode.deaf_writer_not_quarantined, "deadly", 21),
-    "a drain that forgets a silent lease": Mutant(decode.silent_leases_forgotten_by_a_drain, "deadly", 15),
-    "a silent peer not fenced": Mutant(decode.silent_peer_not_fenced, "deadly", 33),
-    "earlier lives believed": Mutant(decode.earlier_lives_believed, "restarts", 60),
-    "quarantine without a cap": Mutant(decode.quarantine_without_a_cap, "deadly", 60),
-    "quarantine counted forever": Mutant(decode.quarantine_counted_forever, "rough", 6),
-    "a place kept by a failed room": Mutant(decode.place_kept_by_a_failed_room, "crowded", 6),
-    "a deadline as a time of day": Mutant(decode.deadline_as_a_time_of_day, "patient", 3),
     "a router's death unnoticed": Mutant(requests.restart_of_a_router_unnoticed, "fleet", 48, first=100),
     "ended rooms forgotten": Mutant(requests.ended_rooms_forgotten, "fleet", 9),
     "Tokens sent once": Mutant(requests.tokens_sent_once, "fleet", 3),
@@ -96,10 +150,8 @@ MUTANTS: dict[str, Mutant] = {
     "Register sent until the first answer": Mutant(rows.register_sent_until_the_first_answer, "growing", 40),
     "held Grants forgotten": Mutant(rows.held_grants_forgotten, "growing", 9),
     "an arena that grows no more": Mutant(rows.arena_grows_no_more, "growing", 3),
-    "given up before its Grant, untold": Mutant(decode.given_up_before_its_grant_untold, "led", 60),
     "given up before it is open, forgotten": Mutant(prefill.given_up_before_open_forgotten, "patient", 60),
     "given up by prefill before it is open, untold": Mutant(prefill.given_up_before_open_untold, "patient", 60),
-    "given up at its deadline, untold": Mutant(decode.given_up_at_its_deadline_untold, "hasty", 12),
     "a Grant that waited in vain forgotten": Mutant(prefill.grant_that_waited_in_vain_forgotten, "hasty", 96),
     "replaced by Register": Mutant(prefill.replaced_by_register, "restarts", 57),
     "the leader dialled alone": Mutant(requests.leader_dialled_alone, "groups", 3),
@@ -189,7 +241,6 @@ MUTANTS: dict[str, Mutant] = {
     "a session for each name": Mutant(spellings.second_name_opens_a_session, "spelled", 3),
     "rooms of a second name forgotten": Mutant(spellings.rooms_of_a_second_name_forgotten, "spelled", 6),
     "messages go to the first connection": Mutant(spellings.messages_go_to_the_first_connection, "spelled", 3),
-    "ends of an old session heeded": Mutant(decode.ends_of_an_old_session_heeded, "strangers", 40),
     "the newer session superseded": Mutant(prefill.newer_session_superseded, "strangers", 3),
     "a line read in its own turn": Mutant(lines.read_in_its_own_turn, "lines", 60),
     "a peer lost before its line is read": Mutant(lines.lost_before_it_is_read, "lines", 15),
@@ -244,4 +295,8 @@ MUTANTS: dict[str, Mutant] = {
         parts.slots_of_a_stand_in_free_when_the_room_ends, "variants", 24
     ),
     "bytes of a stand-in counted": Mutant(parts.bytes_of_a_stand_in_counted, "variants", 3),
-}
+} | dict(
+    read(paragraph)
+    for file in sorted(Path(__file__).with_name("planted").glob("*.txt"))
+    for paragraph in file.read_text().strip().split("\n\n")[1:]  # the first says what they are
+)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 import tests.library.sim.__main__ as sim
+from pdtransfer.handoff.liveness import Liveness
 from tests.library.sim import profile, world
 from tests.library.sim.__main__ import Tally, main, run
 from tests.library.sim.calls import Call
-from tests.library.sim.mutants import MUTANTS
+from tests.library.sim.mutants import MUTANTS, read
+from tests.library.sim.planted.replaced import Patch
 from tests.library.sim.profile import KINDS
 from tests.library.sim.world import World
 from tests.support.effort import Effort, chosen, some
@@ -184,26 +186,55 @@ def test_worlds_show_what_they_are_for() -> None:
         assert seen[what] > 0, f"{what}: {sorted(seen.items())}"
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("name", MUTANTS)
-def test_every_planted_bug_is_caught_within_its_seeds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def plant(owner: Any, key: Any, value: Any) -> None:
+def until_the_end_of(monkeypatch: pytest.MonkeyPatch) -> Patch:
+    """Plants for as long as this lasts."""
+
+    def patch(owner: Any, key: Any, value: Any) -> None:
         if isinstance(owner, dict):
             monkeypatch.setitem(owner, key, value)
         else:
             monkeypatch.setattr(owner, key, value)
 
+    return patch
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_planted_bug_is_caught_within_its_seeds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
-    mutant.plant(plant)
+    mutant.plant(until_the_end_of(monkeypatch))
     tally = run(range(mutant.first, mutant.first + mutant.seeds), kind=mutant.kind)
     assert tally.failure, f"{name!r} lived through {tally.seeds} seeds"
-    # By a check, the world's or the code's own: that the mutant itself is out of date shows nothing.
-    by_the_code = "AssertionError" in tally.failure or "RemoteProtocolError" in tally.failure
-    assert "Traceback" not in tally.failure or by_the_code, tally.failure
+    assert mutant.words in tally.failure, "another checker has caught it"
     assert (
         f"replay: python -m tests.library.sim --seed {mutant.first + tally.seeds - 1} --kind {mutant.kind} --trace"
         in tally.failure
     )
+
+
+def test_every_planted_bug_fits_the_source_and_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Liveness.late.__code__
+    for mutant in MUTANTS.values():
+        with monkeypatch.context() as patch:
+            mutant.plant(until_the_end_of(patch))
+    with monkeypatch.context() as patch:
+        MUTANTS["earlier lives believed"].plant(until_the_end_of(patch))
+        assert Liveness.late.__code__ != before
+    assert Liveness.late.__code__ is before
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("in handoff.admission:Admission.admit\n- return 0", "in 0 places"),
+        ("in handoff.prefill.sessions:PrefillSessions.wrote\n- return self._effects()", "in 2 places"),
+        ("in handoff.admission:Admission.admitted\n+ return", "no attribute 'admitted'"),
+    ],
+)
+def test_a_planted_bug_that_does_not_fit_the_source_is_not_planted(lines: str, why: str) -> None:
+    _, mutant = read(f"a bug | quiet | 3 | words\n{lines}")
+    with pytest.raises((LookupError, AttributeError), match=why):
+        mutant.plant(lambda *_: None)
 
 
 def test_the_documents_count_kinds_and_mutants_as_there_are() -> None:

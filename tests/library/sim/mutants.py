@@ -19,7 +19,6 @@ from textwrap import dedent
 from types import CodeType, FunctionType
 
 from .planted import (
-    fairness,
     leaders,
     lines,
     parts,
@@ -151,19 +150,6 @@ MUTANTS = {
     "one victim too many": Mutant(sparse.one_victim_too_many, "sparse", 111),
     "retracted without a wait": Mutant(sparse.retracted_without_a_wait, "sparse", 3),
     "held until the latest event alone": Mutant(sparse.held_until_the_latest_event_alone, "sparse", 3),
-    "last come, first served": Mutant(fairness.last_come_first_served, "waiting", 3),
-    "the head of the queue passed over": Mutant(fairness.head_passed_over, "waiting", 3),
-    "the newest room first in a window": Mutant(fairness.newest_room_first_in_a_window, "waiting", 3),
-    "bytes in flight without a bound": Mutant(fairness.bytes_in_flight_without_a_bound, "waiting", 6),
-    "nobody admitted after a fence": Mutant(fairness.nobody_admitted_after_a_fence, "deadly", 33),
-    "timers lost in compaction": Mutant(fairness.timers_lost_in_compaction, "waiting", 120),
-    "timers not moved": Mutant(fairness.timers_not_moved, "waiting", 9),
-    "back-off without a cap": Mutant(fairness.backoff_without_a_cap, "waiting", 6),
-    "back-off that does not grow": Mutant(fairness.backoff_that_does_not_grow, "waiting", 9),
-    "deadlines doubled": Mutant(fairness.deadlines_doubled, "waiting", 81),
-    "a flood of Hellos": Mutant(fairness.flood_of_hellos, "restarts", 3),
-    "a silent peer that is back stays silent": Mutant(fairness.silent_peer_stays_silent, "waiting", 9),
-    "a free place in a window untold": Mutant(fairness.window_free_again_untold, "waiting", 3),
     "a leader waited for alone": Mutant(leaders.waited_for_alone, "led", 9),
     "ranks greeted that nobody dialled": Mutant(leaders.greeted_undialled, "led", 9),
     "Welcome before the group is known": Mutant(leaders.welcomed_before_the_group_is_known, "led", 9),

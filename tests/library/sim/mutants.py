@@ -19,7 +19,6 @@ from textwrap import dedent
 from types import CodeType, FunctionType
 
 from .planted import (
-    leaders,
     lines,
     parts,
     placed,
@@ -150,11 +149,6 @@ MUTANTS = {
     "one victim too many": Mutant(sparse.one_victim_too_many, "sparse", 111),
     "retracted without a wait": Mutant(sparse.retracted_without_a_wait, "sparse", 3),
     "held until the latest event alone": Mutant(sparse.held_until_the_latest_event_alone, "sparse", 3),
-    "a leader waited for alone": Mutant(leaders.waited_for_alone, "led", 9),
-    "ranks greeted that nobody dialled": Mutant(leaders.greeted_undialled, "led", 9),
-    "Welcome before the group is known": Mutant(leaders.welcomed_before_the_group_is_known, "led", 9),
-    "a group named too late for its rooms": Mutant(leaders.named_too_late, "led", 9),
-    "rooms of a rank that cannot be dialled forgotten": Mutant(leaders.undialled_forgotten, "led", 66),
     "chosen slots drained when the room fails": Mutant(placed.drained_when_the_room_fails, "placed", 9, first=5),
     "chosen slots drained with the first proof": Mutant(placed.drained_with_the_first_proof, "placed", 9, first=5),
     "READY when an aborted room drains": Mutant(placed.drained_without_ready, "placed", 9),

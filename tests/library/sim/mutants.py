@@ -19,7 +19,6 @@ from textwrap import dedent
 from types import CodeType, FunctionType
 
 from .planted import (
-    lines,
     parts,
     placed,
     replaced,
@@ -162,14 +161,6 @@ MUTANTS = {
     "a session for each name": Mutant(spellings.second_name_opens_a_session, "spelled", 3),
     "rooms of a second name forgotten": Mutant(spellings.rooms_of_a_second_name_forgotten, "spelled", 6),
     "messages go to the first connection": Mutant(spellings.messages_go_to_the_first_connection, "spelled", 3),
-    "a line read in its own turn": Mutant(lines.read_in_its_own_turn, "lines", 60),
-    "a peer lost before its line is read": Mutant(lines.lost_before_it_is_read, "lines", 15),
-    "a line closed and not shut down": Mutant(lines.closed_and_not_shut_down, "lines", 15),
-    "sent into a line that nobody reads": Mutant(lines.sent_into_a_line_that_nobody_reads, "lines", 60),
-    "the rest of a frame forgotten": Mutant(lines.rest_of_a_frame_forgotten, "lines", 15),
-    "the rest of a frame overtaken": Mutant(lines.rest_of_a_frame_overtaken, "lines", 15),
-    "a begun frame swallowed": Mutant(lines.begun_frame_swallowed, "lines", 90),
-    "the end of a line unnoticed": Mutant(lines.end_of_a_line_unnoticed, "lines", 15),
     "overlapping grants taken": Mutant(strangers.overlapping_grants_taken, "strangers", 24),
     "other slots taken for a repeat": Mutant(strangers.other_slots_taken_for_a_repeat, "strangers", 9),
     "a second grant of a session taken": Mutant(strangers.second_grant_of_a_session_taken, "strangers", 15),

@@ -19,7 +19,6 @@ from textwrap import dedent
 from types import CodeType, FunctionType
 
 from .planted import (
-    parts,
     placed,
     replaced,
     silence,
@@ -194,18 +193,6 @@ MUTANTS = {
     "the last token taken for written": Mutant(turns.last_token_taken_for_written, "turns", 3),
     "keys beyond the slots of a room": Mutant(turns.keys_beyond_the_slots_of_a_room, "turns", 6),
     "READY with its kept blocks": Mutant(turns.ready_with_its_kept_blocks, "turns", 3),
-    "READY with the first source": Mutant(parts.ready_with_the_first_source, "parts", 3),
-    "one proof taken for all": Mutant(parts.one_proof_taken_for_all, "parts", 3),
-    "one fence taken for all": Mutant(parts.one_fence_taken_for_all, "parts", 111),
-    "components of sources not counted": Mutant(parts.components_of_sources_not_counted, "parts", 3),
-    "both of two descriptions sent": Mutant(parts.both_of_two_descriptions_sent, "variants", 6),
-    "a stand-in after the fence of another": Mutant(parts.one_fence_taken_for_all, "variants", 57),
-    "pages asked of all": Mutant(parts.pages_asked_of_all, "variants", 3),
-    "a stand-in used as well": Mutant(parts.stand_in_used_as_well, "variants", 3),
-    "slots of a stand-in free when the room ends": Mutant(
-        parts.slots_of_a_stand_in_free_when_the_room_ends, "variants", 24
-    ),
-    "bytes of a stand-in counted": Mutant(parts.bytes_of_a_stand_in_counted, "variants", 3),
 } | dict(
     read(paragraph)
     for file in sorted(Path(__file__).with_name("planted").glob("*.txt"))

@@ -19,7 +19,6 @@ from textwrap import dedent
 from types import CodeType, FunctionType
 
 from .planted import (
-    placed,
     replaced,
     silence,
     sparse,
@@ -147,15 +146,6 @@ MUTANTS = {
     "one victim too many": Mutant(sparse.one_victim_too_many, "sparse", 111),
     "retracted without a wait": Mutant(sparse.retracted_without_a_wait, "sparse", 3),
     "held until the latest event alone": Mutant(sparse.held_until_the_latest_event_alone, "sparse", 3),
-    "chosen slots drained when the room fails": Mutant(placed.drained_when_the_room_fails, "placed", 9, first=5),
-    "chosen slots drained with the first proof": Mutant(placed.drained_with_the_first_proof, "placed", 9, first=5),
-    "READY when an aborted room drains": Mutant(placed.drained_without_ready, "placed", 9),
-    "chosen slots never drained": Mutant(placed.never_drained, "placed", 9),
-    "chosen slots taken twice": Mutant(placed.taken_twice, "placed", 9),
-    "refused slots kept": Mutant(placed.refused_slots_are_kept, "placed", 60),
-    "any slot may be chosen": Mutant(placed.any_slot_is_taken, "placed", 9),
-    "chosen slots granted before they are backed": Mutant(placed.granted_before_it_is_backed, "placed", 9),
-    "chosen rows counted from the first slot": Mutant(placed.rows_count_from_the_first_slot, "placed", 9),
     "a second connection supersedes the first": Mutant(spellings.second_connection_supersedes_the_first, "spelled", 3),
     "a session for each name": Mutant(spellings.second_name_opens_a_session, "spelled", 3),
     "rooms of a second name forgotten": Mutant(spellings.rooms_of_a_second_name_forgotten, "spelled", 6),

@@ -20,7 +20,6 @@ from types import CodeType, FunctionType
 
 from .planted import (
     replaced,
-    silence,
     sparse,
     spellings,
     staging,
@@ -164,12 +163,6 @@ MUTANTS = {
     "more ready than the arena taken": Mutant(strangers.more_ready_than_the_arena_taken, "strangers", 9),
     "another life's Goodbye heeded by decode": Mutant(strangers.any_goodbye_heeded_by_decode, "strangers", 3),
     "another life's Goodbye heeded by prefill": Mutant(strangers.any_goodbye_heeded_by_prefill, "strangers", 3),
-    "slowness taken for death": Mutant(silence.slowness_taken_for_death, "starved", 9),
-    "evidence unheeded": Mutant(silence.evidence_unheeded, "deadly", 18),
-    "evidence never withdrawn": Mutant(silence.evidence_never_withdrawn, "starved", 9),
-    "evidence counts at once": Mutant(silence.evidence_counts_at_once, "starved", 66),
-    "evidence taken for a fence": Mutant(silence.evidence_taken_for_a_fence, "deadly", 9),
-    "frozen peers never found": Mutant(silence.frozen_peers_never_found, "isolation", 9),
     "an older word asks for a Hello": Mutant(strangers.older_word_asks_for_a_hello, "strangers", 12),
     "slots of a room without a prefill given back at READY": Mutant(turns.slots_given_back_at_ready, "turns", 3),
     "kept blocks given up while they are read": Mutant(

@@ -20,7 +20,6 @@ from types import CodeType, FunctionType
 
 from .planted import (
     replaced,
-    spellings,
     staging,
     strangers,
     turns,
@@ -119,10 +118,6 @@ MUTANTS = {
     "given up between pieces, untold": Mutant(staging.given_up_between_pieces_untold, "staged", 105),
     "given up while it landed, untold": Mutant(staging.landed_too_late_untold, "staged", 36, first=2150),
     "kept between pieces without a session": Mutant(staging.kept_between_pieces_without_a_session, "apart", 66),
-    "a second connection supersedes the first": Mutant(spellings.second_connection_supersedes_the_first, "spelled", 3),
-    "a session for each name": Mutant(spellings.second_name_opens_a_session, "spelled", 3),
-    "rooms of a second name forgotten": Mutant(spellings.rooms_of_a_second_name_forgotten, "spelled", 6),
-    "messages go to the first connection": Mutant(spellings.messages_go_to_the_first_connection, "spelled", 3),
     "overlapping grants taken": Mutant(strangers.overlapping_grants_taken, "strangers", 24),
     "other slots taken for a repeat": Mutant(strangers.other_slots_taken_for_a_repeat, "strangers", 9),
     "a second grant of a session taken": Mutant(strangers.second_grant_of_a_session_taken, "strangers", 15),

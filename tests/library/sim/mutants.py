@@ -20,7 +20,6 @@ from types import CodeType, FunctionType
 
 from .planted import (
     replaced,
-    staging,
     strangers,
     turns,
 )
@@ -104,20 +103,12 @@ MUTANTS = {
     "a late message revives a room": Mutant(
         replaced.late_message_revives_a_room, "quiet", 3, "fails on decode after it has ended"
     ),
-    "a staged slot reused before its copy has ended": Mutant(staging.reused_before_its_copy_has_ended, "apart", 9),
-    "a staged slot reused before its check has ended": Mutant(staging.reused_before_its_check_has_ended, "apart", 30),
-    "a staged slot free between check and copy": Mutant(staging.free_between_check_and_copy, "apart", 30),
-    "a copy reported before the card has passed it": Mutant(staging.reported_before_it_is_copied, "apart", 9),
-    "a staged slot freed on abort": Mutant(staging.freed_on_abort, "apart", 9),
-    "a staged slot freed with a silent peer": Mutant(staging.freed_with_a_silent_peer, "apart", 30),
-    "a piece skipped": Mutant(staging.piece_skipped, "apart", 9),
-    "a piece out of order": Mutant(staging.piece_out_of_order, "apart", 9),
-    "landed with the first piece": Mutant(staging.landed_with_the_first_piece, "apart", 9),
-    "a window slot given up between pieces": Mutant(staging.window_slot_given_up_between_pieces, "staged", 60),
-    "staged slots held before there are rows": Mutant(staging.granted_before_there_are_rows, "staged", 66),
-    "given up between pieces, untold": Mutant(staging.given_up_between_pieces_untold, "staged", 105),
-    "given up while it landed, untold": Mutant(staging.landed_too_late_untold, "staged", 36, first=2150),
-    "kept between pieces without a session": Mutant(staging.kept_between_pieces_without_a_session, "apart", 66),
+    "a copy reported before the card has passed it": Mutant(
+        replaced.reported_before_it_is_copied, "apart", 9, "and the former are free"
+    ),
+    "a window slot given up between pieces": Mutant(
+        replaced.window_slot_given_up, "staged", 60, "waited on prefill for its deadline, and for nothing else"
+    ),
     "overlapping grants taken": Mutant(strangers.overlapping_grants_taken, "strangers", 24),
     "other slots taken for a repeat": Mutant(strangers.other_slots_taken_for_a_repeat, "strangers", 9),
     "a second grant of a session taken": Mutant(strangers.second_grant_of_a_session_taken, "strangers", 15),

@@ -20,7 +20,6 @@ from types import CodeType, FunctionType
 
 from .planted import (
     replaced,
-    strangers,
     turns,
 )
 from .planted.replaced import Patch
@@ -109,21 +108,6 @@ MUTANTS = {
     "a window slot given up between pieces": Mutant(
         replaced.window_slot_given_up, "staged", 60, "waited on prefill for its deadline, and for nothing else"
     ),
-    "overlapping grants taken": Mutant(strangers.overlapping_grants_taken, "strangers", 24),
-    "other slots taken for a repeat": Mutant(strangers.other_slots_taken_for_a_repeat, "strangers", 9),
-    "a second grant of a session taken": Mutant(strangers.second_grant_of_a_session_taken, "strangers", 15),
-    "anybody may grant": Mutant(strangers.anybody_may_grant, "strangers", 21),
-    "anybody may give up a leased room": Mutant(strangers.anybody_may_give_up_a_leased_room, "strangers", 18),
-    "anybody may end a grant": Mutant(strangers.anybody_may_end_a_grant, "strangers", 3),
-    "anybody may end a lease": Mutant(strangers.anybody_may_end_a_lease, "strangers", 9),
-    "a prefill's window unheeded": Mutant(strangers.window_of_prefill_unheeded, "strangers", 30),
-    "a decode's window taken as it is": Mutant(strangers.window_of_decode_taken_as_it_is, "strangers", 6),
-    "a decode's sessions unbounded": Mutant(strangers.sessions_of_a_decode_unbounded, "strangers", 3),
-    "a prefill's sessions unbounded": Mutant(strangers.sessions_of_a_prefill_unbounded, "strangers", 3),
-    "more ready than the arena taken": Mutant(strangers.more_ready_than_the_arena_taken, "strangers", 9),
-    "another life's Goodbye heeded by decode": Mutant(strangers.any_goodbye_heeded_by_decode, "strangers", 3),
-    "another life's Goodbye heeded by prefill": Mutant(strangers.any_goodbye_heeded_by_prefill, "strangers", 3),
-    "an older word asks for a Hello": Mutant(strangers.older_word_asks_for_a_hello, "strangers", 12),
     "slots of a room without a prefill given back at READY": Mutant(turns.slots_given_back_at_ready, "turns", 3),
     "kept blocks given up while they are read": Mutant(
         turns.kept_blocks_given_up_while_they_are_read, "turns", 12, first=3

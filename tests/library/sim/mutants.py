@@ -3,7 +3,7 @@ the checker that is for it.
 
 Each is a paragraph of planted/*.txt: its name, the kind of worlds, the number of their seeds (`36 from 48`: the first
 one is 48), and words of the failure; then functions of pdtransfer, each with lines that go (-) and come (+). Lines that
-come where none goes are the function's first ones. The modules there have those that an edit would not say.
+come where none goes are the function's first ones. planted/replaced.py has those that an edit would not say.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from pkgutil import resolve_name
 from textwrap import dedent
 from types import CodeType, FunctionType
 
-from .planted import (
-    replaced,
-    turns,
-)
+from .planted import replaced
 from .planted.replaced import Patch
 
 
@@ -56,7 +53,7 @@ class Mutant:
     plant: Callable[[Patch], None]
     kind: str
     seeds: int
-    words: str = ""
+    words: str
     first: int = 0
 
 
@@ -108,18 +105,6 @@ MUTANTS = {
     "a window slot given up between pieces": Mutant(
         replaced.window_slot_given_up, "staged", 60, "waited on prefill for its deadline, and for nothing else"
     ),
-    "slots of a room without a prefill given back at READY": Mutant(turns.slots_given_back_at_ready, "turns", 3),
-    "kept blocks given up while they are read": Mutant(
-        turns.kept_blocks_given_up_while_they_are_read, "turns", 12, first=3
-    ),
-    "shared before the rest is computed": Mutant(turns.shared_before_the_rest_is_computed, "turns", 3),
-    "a prompt wholly found": Mutant(turns.whole_prompt_found, "turns", 27, first=130),
-    "any rest computed": Mutant(turns.any_rest_computed, "turns", 3),
-    "a rest refused when it has slots": Mutant(turns.refused_when_it_has_slots, "turns", 6),
-    "answers not kept": Mutant(turns.answers_not_kept, "turns", 3),
-    "the last token taken for written": Mutant(turns.last_token_taken_for_written, "turns", 3),
-    "keys beyond the slots of a room": Mutant(turns.keys_beyond_the_slots_of_a_room, "turns", 6),
-    "READY with its kept blocks": Mutant(turns.ready_with_its_kept_blocks, "turns", 3),
 } | dict(
     read(paragraph)
     for file in sorted(Path(__file__).with_name("planted").glob("*.txt"))

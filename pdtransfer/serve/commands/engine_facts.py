@@ -79,9 +79,10 @@ def run(prefill: str, decode: str, *, api_key: Path | None, json: bool) -> int:
     if not decode:
         raise ConfigError("decode_url: missing: name a prefill and a decode server, or none")
     key = "" if api_key is None else read_api_key(api_key)
-    servers = [_Server(name, url, key) for name, url in (("prefill_url", prefill), ("decode_url", decode))]
-    first, second = (server.identity() for server in servers)
-    misfits = _misfits((servers[0].url, first), (servers[1].url, second))
+    ours = _Server("prefill_url", prefill, key, wait_s=WAIT_S)
+    theirs = _Server("decode_url", decode, key, wait_s=WAIT_S)
+    first, second = ours.identity(), theirs.identity()
+    misfits = _misfits((ours.url, first), (theirs.url, second))
     longest = longest_request([first], [second], lambda shown: shown.context_tokens or TOKENS_MAX)
     longest = None if misfits or longest >= TOKENS_MAX else longest
     rows = compare(first, second)
@@ -89,7 +90,7 @@ def run(prefill: str, decode: str, *, api_key: Path | None, json: bool) -> int:
         facts = [asdict(row) for row in rows]
         print(dumps({"ok": not misfits, "differences": misfits, "facts": facts, "longest_request": longest}))
     else:
-        _show([f"prefill {servers[0].url}", f"decode {servers[1].url}"], rows, misfits, longest)
+        _show([f"prefill {ours.url}", f"decode {theirs.url}"], rows, misfits, longest)
     return int(bool(misfits))
 
 
@@ -122,12 +123,8 @@ def _misfits(prefill: tuple[str, ShownIdentity], decode: tuple[str, ShownIdentit
     return differences(second.in_role("decode", other), ours, role="decode")
 
 
-class _Server:
+class _Server(HttpClient):
     """One engine's server."""
-
-    def __init__(self, name: str, url: str, key: str) -> None:
-        self._http = HttpClient(name, url, key, wait_s=WAIT_S)
-        self.url = self._http.url
 
     def identity(self) -> ShownIdentity:
         """What it tells. Raises WorldError."""
@@ -138,7 +135,7 @@ class _Server:
         except RemoteProtocolError as error:
             raise WorldError(f"{self.url}: {printable(str(error))}") from None
         finally:
-            self._http.close()
+            self.close()
         raise WorldError(
             f"{self.url} tells no facts: it must be a vLLM server with PDTransferConnector, an SGLang server with "
             "--disaggregation-transfer-backend pdtransfer, or the HTTP address of a daemon"
@@ -172,7 +169,7 @@ class _Server:
         return replace(params.identity, context_tokens=DIALECTS["vllm"].longest(models) or 0)
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        status, answer = self._http.request(method, path, body)
+        status, answer = self.request(method, path, body)
         if status == 401:
             raise WorldError(f"{self.url} asks for an API key: name a file that has one with --api-key")
         return status, answer

@@ -24,13 +24,12 @@ from .top_view import view
 _Document = TypeVar("_Document")
 
 
-class StatusSource:
+class StatusSource(HttpClient):
     """Asks one router for its status document."""
 
     def __init__(self, url: str, key: str = "") -> None:
         """`key` is an API key, for a router that asks for one. Raises ConfigError for what is not a URL of a router."""
-        self._router = HttpClient("router", url, key)
-        self.url = self._router.url
+        super().__init__("router", url, key)
 
     def status(self) -> FleetStatus:
         """Returns the document as it is now. Raises WorldError."""
@@ -41,7 +40,7 @@ class StatusSource:
         return msgspec.json.encode(self._decoded(dict[str, Any])).decode()
 
     def _decoded(self, kind: type[_Document]) -> _Document:
-        status, body = self._router.request("GET", "/status")
+        status, body = self.request("GET", "/status")
         if status == 401:
             raise WorldError(f"{self.url} asks for an API key: name a file that has one with --api-key")
         if status != 200:
@@ -52,10 +51,6 @@ class StatusSource:
             raise WorldError(f"{self.url}/status: {error}") from None
         except RecursionError:
             raise WorldError(f"{self.url}/status: nested too deeply") from None
-
-    def close(self) -> None:
-        """Closes the connection."""
-        self._router.close()
 
 
 class _Screen:

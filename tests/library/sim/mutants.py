@@ -31,8 +31,8 @@ class Edit:
     plus: list[str]
 
     def made(self, lines: list[str]) -> list[str]:
-        """The lines of the function with it. Raises LookupError unless those that go stand in one place."""
-        text, minus = [line.strip() for line in lines], [line.strip() for line in self.minus]
+        """The function's lines with it. Raises LookupError unless those that go stand in one place, comments aside."""
+        text, minus = ([line.split("  # ")[0].strip() for line in each] for each in (lines, self.minus))
         places = [at for at in range(len(text)) if minus and text[at : at + len(minus)] == minus]
         if not minus:
             (function,) = ast.parse(dedent("\n".join(lines))).body
@@ -41,7 +41,7 @@ class Edit:
         if len(places) != 1:
             raise LookupError(f"{self.where} has these lines in {len(places)} places, not in one: {minus}")
         at = places[0]
-        indent = lines[at][: -len(text[at])]
+        indent = " " * (len(lines[at]) - len(lines[at].lstrip()))
         return lines[:at] + [indent + line for line in self.plus] + lines[at + len(minus) :]
 
 

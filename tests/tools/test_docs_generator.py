@@ -40,6 +40,13 @@ def test_a_stale_page_is_reported_and_then_written(name: str, docs: Path, capsys
     assert page.read_text() == whole
 
 
+def test_a_page_without_a_place_for_its_table_is_left_alone(docs: Path) -> None:
+    page = docs / "sglang.md"
+    page.write_text(page.read_text().replace("<!-- The end", "<!-- end"))
+    with pytest.raises(SystemExit, match=r"sglang\.md: has no place for a table"):
+        docs_generator.main([f"--root={docs}"])
+
+
 def section(page: str, title: str) -> str:
     return page.partition(f"## {title}\n")[2].partition("\n## ")[0]
 

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from pdtransfer.adapters.kit.peers import Reachable, Remembered, RequestError
-from pdtransfer.adapters.sglang.peers import (
-    check_room,
-    dp_ranks,
-    rank_fields,
-    server_fields,
-    sources_of,
-)
+from pdtransfer.adapters.sglang.peers import check_room, dp_ranks, rank_fields, server_fields, sources_of
 from tests.support.json_values import spoiled
 
 LOCAL = {"rank_ip": "127.0.0.1", "rank_port": 7801}

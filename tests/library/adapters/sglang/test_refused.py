@@ -48,10 +48,7 @@ def test_states_without_layer_numbers_are_refused_with_pipeline_stages(
 @pytest.mark.parametrize(
     ("of_cache", "text"),
     [
-        (
-            {"mla_compression_ratios": RATIOS},
-            "SGLang hands DeepSeek V4's KV to it with its Mooncake backend alone",
-        ),
+        ({"mla_compression_ratios": RATIOS}, "SGLang hands DeepSeek V4's KV to it with its Mooncake backend alone"),
         ({"states": ("minimax_index_k",)}, "MiniMax's sparse KV is not supported with it"),
     ],
     ids=["DeepSeek V4", "MiniMax"],

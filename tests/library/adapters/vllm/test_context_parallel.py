@@ -352,14 +352,7 @@ def test_sizes_that_are_not_supported_end_the_start_by_name(
     parallel: Any, largest: int, more: dict[str, bool], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
-        dcp_sizes_of(
-            parallel,
-            largest,
-            **{
-                "receives": False,
-            }
-            | more,
-        )
+        dcp_sizes_of(parallel, largest, **{"receives": False} | more)
 
 
 def test_vllm_keeps_whole_blocks_at_a_rank() -> None:

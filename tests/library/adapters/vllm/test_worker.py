@@ -557,9 +557,7 @@ def test_rooms_whose_peer_never_comes_fail_in_time(caplog: pytest.LogCaptureFixt
         assert notices(caplog) == {("WARNING", "request p"), ("WARNING", "request d")}
 
 
-def test_hand_offs_that_fail_one_after_the_other_are_a_warning_on_either_side(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_hand_offs_that_fail_one_after_the_other_are_a_warning_on_either_side(caplog: pytest.LogCaptureFixture) -> None:
     with made_site(time_left_s=0.3) as site:
         for at in range(6):
             site.send(f"p{at}", f"sent {at}", 40, [7, 3, 5])

@@ -49,6 +49,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered, "CHUNK_BYTES", 2 << 20)
 
 
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
 async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: ArenaMemory, directory: Path) -> None:
     gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
@@ -119,9 +124,8 @@ async def waits(gpu: FakeGpu) -> None:
 
 
 async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_it(
-    arena: ArenaMemory, directory: Path
+    gpu: FakeGpu, arena: ArenaMemory, directory: Path
 ) -> None:
-    gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
     await both.map()
     gates = ReadyGate(CudaEvent(1)), ReadyGate(AllEvents([CudaEvent(2), CudaEvent(3)]))
@@ -148,9 +152,8 @@ async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_
 
 
 async def test_a_write_whose_event_fires_has_its_turn_while_another_grant_has_much_to_launch(
-    arena: ArenaMemory, directory: Path
+    gpu: FakeGpu, arena: ArenaMemory, directory: Path
 ) -> None:
-    gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
     await both.map()
     gpu.waiting = lambda: gpu.fired.add(1) if len(gpu.launched) == 3 else None
@@ -194,9 +197,8 @@ async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepar
 
 
 async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_another_took_its_place(
-    arena: ArenaMemory, directory: Path
+    gpu: FakeGpu, arena: ArenaMemory, directory: Path
 ) -> None:
-    gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))
@@ -216,9 +218,8 @@ async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_anoth
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 async def test_what_is_prepared_beside_a_launch_goes_in_the_slot_that_it_was_prepared_for(
-    pieces: int, arena: ArenaMemory, directory: Path
+    gpu: FakeGpu, pieces: int, arena: ArenaMemory, directory: Path
 ) -> None:
-    gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))
@@ -237,9 +238,8 @@ async def test_what_is_prepared_beside_a_launch_goes_in_the_slot_that_it_was_pre
 
 
 async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_nothing_that_is_late(
-    arena: ArenaMemory, directory: Path
+    gpu: FakeGpu, arena: ArenaMemory, directory: Path
 ) -> None:
-    gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
     await both.map()
 
@@ -322,9 +322,8 @@ async def test_a_write_whose_event_never_fires_reports_it_often_and_then_no_long
 
 
 async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launched(
-    arena: ArenaMemory, directory: Path
+    gpu: FakeGpu, arena: ArenaMemory, directory: Path
 ) -> None:
-    gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.write(EVERY, EVERY, grant=1, after=ReadyGate(CudaEvent(1)))
@@ -469,9 +468,8 @@ async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: Ar
 
 
 async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked(
-    arena: ArenaMemory, directory: Path
+    gpu: FakeGpu, arena: ArenaMemory, directory: Path
 ) -> None:
-    gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
     await both.map()
 
@@ -739,9 +737,8 @@ async def test_a_small_room_of_one_session_is_entered_in_turn_with_long_prompts_
 
 @pytest.mark.parametrize("kind", [WorldError, OSError])
 async def test_a_card_that_cannot_be_used_fails_writes(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+    gpu: FakeGpu, arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    gpu = FakeGpu()
 
     def launcher() -> None:
         raise kind("GPU 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")
@@ -755,8 +752,7 @@ async def test_a_card_that_cannot_be_used_fails_writes(
     await both.close()
 
 
-async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: ArenaMemory, directory: Path) -> None:
-    gpu = FakeGpu()
+async def test_a_checksum_is_of_the_rows_in_the_cards_pool(gpu: FakeGpu, arena: ArenaMemory, directory: Path) -> None:
     both = Pair(arena, directory, gpu=gpu)
     await both.map()
     source, target = np.random.default_rng(1).permutation(SLOTS)[:1_000], EVERY[:1_000]
@@ -787,9 +783,8 @@ async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory
 
 
 async def test_a_launch_that_never_reported_its_end_is_unknown(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
     await both.map()
     monkeypatch.setattr(FakeLauncher, "ended", lambda lane, place: (lane.queued.pop(place) and State.RUNNING, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -39,10 +40,8 @@ def right(answer: Answer) -> bool:
     return answer.status == 200
 
 
-async def test_every_pair_has_its_session_before_a_request_and_prefills_may_leave_and_come_back(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    async with running(tmp_path_factory.mktemp("f"), prefills=[PLAIN] * 3, decodes=[PLAIN] * 2) as site:
+async def test_every_pair_has_its_session_before_a_request_and_prefills_may_leave_and_come_back(tmp_path: Path) -> None:
+    async with running(tmp_path, prefills=[PLAIN] * 3, decodes=[PLAIN] * 2) as site:
         await up(site, 3)
         assert await begun(site) == [0, 0]
         assert right(await site.complete("all are there"))
@@ -59,11 +58,9 @@ async def test_every_pair_has_its_session_before_a_request_and_prefills_may_leav
 
 
 @pytest.mark.full
-async def test_every_rank_of_a_decode_worker_has_its_sessions_before_a_request(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+async def test_every_rank_of_a_decode_worker_has_its_sessions_before_a_request(tmp_path: Path) -> None:
     own = {"engine_option": GQA, "tp_size": 2}
-    async with running(tmp_path_factory.mktemp("f"), prefills=[own], decodes=[own]) as site:
+    async with running(tmp_path, prefills=[own], decodes=[own]) as site:
         for rank in range(2):
             await up(site, 2, rank)
         assert await begun(site) == [0]
@@ -89,11 +86,9 @@ async def test_a_decode_of_few_places_keeps_some_for_the_prefills_that_rooms_nam
         await up(site, 2)
 
 
-async def test_a_prefill_of_one_place_serves_the_decode_that_has_it_and_then_the_other(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+async def test_a_prefill_of_one_place_serves_the_decode_that_has_it_and_then_the_other(tmp_path: Path) -> None:
     one = PLAIN | {"limits": replace(LIMITS, sessions_max=1)}
-    async with running(tmp_path_factory.mktemp("f"), prefills=[one], decodes=[PLAIN] * 2) as site:
+    async with running(tmp_path, prefills=[one], decodes=[PLAIN] * 2) as site:
 
         async def one_has_it() -> bool:
             return await sessions_of(site, "prefill") == [1] and sum(await sessions_of(site, "decode")) == 1

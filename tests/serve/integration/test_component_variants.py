@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -48,14 +49,12 @@ async def test_a_request_without_the_field_is_decoded_densely(site: Site) -> Non
     assert answer.text == plain.text("neither", TOKENS)
 
 
-async def test_a_router_that_asks_for_it_by_default_has_it_wherever_a_request_does_not_object(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+async def test_a_router_that_asks_for_it_by_default_has_it_wherever_a_request_does_not_object(tmp_path: Path) -> None:
     options = {
         "prefills": [prefill()], "decodes": [decode(slots=2_048, twin="1") | {"enable_hisparse": True}],
         "router": {"enable_hisparse": True},
     }  # fmt: skip
-    async with running(tmp_path_factory.mktemp("default"), **options) as site:
+    async with running(tmp_path, **options) as site:
         for more, sparse in (({}, True), ({"enable_hisparse": False}, False)):
             answer = await site.complete("by default", **more)
             assert answer.facts["enable_hisparse"] is sparse

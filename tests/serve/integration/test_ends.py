@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -294,10 +295,8 @@ async def test_an_engine_that_breaks_on_a_request_fails_it_alone(faulty: Site) -
     await faulty.settled()
 
 
-async def test_an_engine_that_breaks_down_ends_its_daemon_with_a_traceback_and_status_1(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    logs = tmp_path_factory.mktemp("f")
+async def test_an_engine_that_breaks_down_ends_its_daemon_with_a_traceback_and_status_1(tmp_path: Path) -> None:
+    logs = tmp_path
     dies = decode(model="plain", fault="die") | {"engine": ENGINE}
     async with running(logs, ends_as=(1,), prefills=[prefill()], decodes=[dies]) as site:
         answer = await site.complete("?marked")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,12 +38,10 @@ async def lines(site: Site, role: str, request_id: str) -> list[dict[str, Any]]:
     return found
 
 
-async def test_a_request_is_one_line_in_each_process_and_one_trace(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_a_request_is_one_line_in_each_process_and_one_trace(tmp_path: Path) -> None:
     with collector() as took:
         own = {"log_format": "json", "otlp": took.url}
-        async with running(
-            tmp_path_factory.mktemp("f"), ends_as=(-signal.SIGKILL,), router=own, prefills=[own], decodes=[own]
-        ) as site:
+        async with running(tmp_path, ends_as=(-signal.SIGKILL,), router=own, prefills=[own], decodes=[own]) as site:
             await follow(site)
             await until(lambda: "decode" in [span.name for span in took.spans()], "decode has sent its spans")
             await lose(site)

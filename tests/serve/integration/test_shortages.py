@@ -102,8 +102,8 @@ async def test_a_worker_without_descriptors_fails_requests_clearly_and_comes_bac
 
 
 @pytest.mark.full
-async def test_daemons_whose_logs_go_to_a_full_disk_serve_and_drain(tmp_path_factory: pytest.TempPathFactory) -> None:
-    logs = tmp_path_factory.mktemp("f")
+async def test_daemons_whose_logs_go_to_a_full_disk_serve_and_drain(tmp_path: Path) -> None:
+    logs = tmp_path
     # Before there are daemons that open them: what they say is lost, on standard error and in their log files.
     for name in ("prefill-0", "decode-1", "router"):
         (logs / f"{name}.log").symlink_to("/dev/full")
@@ -137,11 +137,9 @@ def stepped_clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.full
-async def test_a_wall_clock_that_steps_changes_nothing(
-    stepped_clock: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_a_wall_clock_that_steps_changes_nothing(stepped_clock: Path, tmp_path: Path) -> None:
     slow = {"step_ms": 5}
-    async with running(tmp_path_factory.mktemp("f"), prefills=[prefill(**slow)], decodes=[decode(**slow)]) as site:
+    async with running(tmp_path, prefills=[prefill(**slow)], decodes=[decode(**slow)]) as site:
         before = await met(site)
         for number, days in enumerate((1, -1, 400, 0)):
             asked = prompts(number, *[60] * 6)

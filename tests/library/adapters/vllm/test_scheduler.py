@@ -10,7 +10,7 @@ import pytest
 
 from pdtransfer import room_id
 from pdtransfer.adapters.kit.peers import Reachable
-from pdtransfer.adapters.vllm import scheduler
+from pdtransfer.adapters.vllm import scheduler as scheduler_module
 from pdtransfer.adapters.vllm.kinds import PAGED, STATE
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
 from pdtransfer.adapters.vllm.params import ReceiveFrom, parse
@@ -123,33 +123,35 @@ def rows(orders: Orders) -> list[tuple[int, int, int]]:
 # Prefill
 
 
-def test_a_prompt_in_one_step_is_opened_pushed_and_finished() -> None:
-    made = side()
-    request = begun(made, 40)
-    orders = made.orders(new("a", [[7, 3, 5]], 40))
+@pytest.fixture
+def scheduler() -> SchedulerSide:
+    return side()
+
+
+def test_a_prompt_in_one_step_is_opened_pushed_and_finished(scheduler: SchedulerSide) -> None:
+    request = begun(scheduler, 40)
+    orders = scheduler.orders(new("a", [[7, 3, 5]], 40))
     assert orders == Orders(opens=[Open("a", "p0/a", 40)], chunks=[Chunk("a", (Rows(0, 0, 3, (7, 3, 5)),), last=True)])
-    keeps, params = made.on_finished(request, STOPPED)
+    keeps, params = scheduler.on_finished(request, STOPPED)
     assert keeps
     assert parse(params, Reachable()) == ReceiveFrom("p0/a", ADDRESS)
-    assert made.orders(Step()) == Orders()
+    assert scheduler.orders(Step()) == Orders()
 
 
-def test_chunks_push_whole_blocks_and_the_last_one_what_is_left() -> None:
-    made = side()
-    begun(made, 40, SENDS | {"transfer_id": "xfer-1"})
-    first = made.orders(new("a", [[7, 3]], 24))
+def test_chunks_push_whole_blocks_and_the_last_one_what_is_left(scheduler: SchedulerSide) -> None:
+    begun(scheduler, 40, SENDS | {"transfer_id": "xfer-1"})
+    first = scheduler.orders(new("a", [[7, 3]], 24))
     assert first.opens == [Open("a", "xfer-1", 40)]
     assert first.chunks == [Chunk("a", (Rows(0, 0, 1, (7,)),), last=False)]
-    assert made.orders(more("a", None, 6, 24)).chunks == [], "no block is complete"
-    last = made.orders(more("a", [[5]], 10, 30))
+    assert scheduler.orders(more("a", None, 6, 24)).chunks == [], "no block is complete"
+    last = scheduler.orders(more("a", [[5]], 10, 30))
     assert last.chunks == [Chunk("a", (Rows(0, 1, 3, (7, 3, 5)),), last=True)]
-    assert made.orders(more("a", None, 1, 40)).chunks == []
+    assert scheduler.orders(more("a", None, 1, 40)).chunks == []
 
 
-def test_what_prefills_own_cache_has_leaves_with_the_first_chunk() -> None:
-    made = side()
-    begun(made, 40)
-    assert rows(made.orders(new("a", [[7, 3, 5]], 8, computed=32))) == [(0, 0, 3)]
+def test_what_prefills_own_cache_has_leaves_with_the_first_chunk(scheduler: SchedulerSide) -> None:
+    begun(scheduler, 40)
+    assert rows(scheduler.orders(new("a", [[7, 3, 5]], 8, computed=32))) == [(0, 0, 3)]
 
 
 def test_of_a_window_only_the_blocks_that_stay_are_pushed() -> None:
@@ -186,38 +188,35 @@ def test_a_request_that_generates_on_gives_its_window_up_before_its_blocks_are_r
     assert made.on_finished(request, STOPPED) == (False, None)
 
 
-def test_a_preempted_request_is_quiesced_and_begins_again_in_another_room() -> None:
-    made = side()
-    request = begun(made, 40)
-    made.orders(new("a", [[7, 3]], 24))
-    assert made.orders(Step(preempted_req_ids={"a"})) == Orders(quiesce=["a"])
+def test_a_preempted_request_is_quiesced_and_begins_again_in_another_room(scheduler: SchedulerSide) -> None:
+    request = begun(scheduler, 40)
+    scheduler.orders(new("a", [[7, 3]], 24))
+    assert scheduler.orders(Step(preempted_req_ids={"a"})) == Orders(quiesce=["a"])
     again = Step((), Cached(["a"], {"a"}, [[[9, 8, 6]]], [0]), {"a": 40})
-    orders = made.orders(again)
+    orders = scheduler.orders(again)
     assert orders.opens == [Open("a", "p0/a#1", 40)]
     assert orders.chunks == [Chunk("a", (Rows(0, 0, 3, (9, 8, 6)),), last=True)]
-    keeps, params = made.on_finished(request, STOPPED)
+    keeps, params = scheduler.on_finished(request, STOPPED)
     assert keeps
     assert parse(params, Reachable()) == ReceiveFrom("p0/a#1", ADDRESS)
 
 
-def test_a_preempted_room_that_decode_may_know_fails_for_good() -> None:
-    made = side()
-    request = begun(made, 40, SENDS | {"transfer_id": "xfer-1"})
-    made.orders(new("a", [[7, 3]], 24))
-    assert made.orders(Step(preempted_req_ids={"a"})).quiesce == ["a"]
-    again = made.orders(Step((), Cached(["a"], {"a"}, [[[9, 8, 6]]], [0]), {"a": 40}))
+def test_a_preempted_room_that_decode_may_know_fails_for_good(scheduler: SchedulerSide) -> None:
+    request = begun(scheduler, 40, SENDS | {"transfer_id": "xfer-1"})
+    scheduler.orders(new("a", [[7, 3]], 24))
+    assert scheduler.orders(Step(preempted_req_ids={"a"})).quiesce == ["a"]
+    again = scheduler.orders(Step((), Cached(["a"], {"a"}, [[[9, 8, 6]]], [0]), {"a": 40}))
     assert (again.opens, again.chunks) == ([], [])
-    assert made.on_finished(request, STOPPED) == (False, None)
+    assert scheduler.on_finished(request, STOPPED) == (False, None)
 
 
-def test_of_several_prompts_with_one_transfer_id_the_first_is_handed_over() -> None:
-    made = side()
-    one, two = (begun(made, 40, SENDS | {"transfer_id": "xfer-1"}, name) for name in "ab")
-    orders = made.orders(Step([New("b", [[1]]), New("a", [[7, 3, 5]])], num_scheduled_tokens={"b": 16, "a": 40}))
+def test_of_several_prompts_with_one_transfer_id_the_first_is_handed_over(scheduler: SchedulerSide) -> None:
+    one, two = (begun(scheduler, 40, SENDS | {"transfer_id": "xfer-1"}, name) for name in "ab")
+    orders = scheduler.orders(Step([New("b", [[1]]), New("a", [[7, 3, 5]])], num_scheduled_tokens={"b": 16, "a": 40}))
     assert [each.request_id for each in (*orders.opens, *orders.chunks)] == ["a", "a"]
-    assert [made.on_finished(each, STOPPED)[0] for each in (two, one)] == [False, True]
-    begun(made, 40, SENDS | {"transfer_id": "xfer-1"}, "late")
-    assert made.orders(new("late", [[7, 3, 5]], 40)) == Orders()
+    assert [scheduler.on_finished(each, STOPPED)[0] for each in (two, one)] == [False, True]
+    begun(scheduler, 40, SENDS | {"transfer_id": "xfer-1"}, "late")
+    assert scheduler.orders(new("late", [[7, 3, 5]], 40)) == Orders()
 
 
 def test_a_request_has_the_id_that_decode_knows_before_prefill_answers() -> None:
@@ -233,20 +232,19 @@ def test_a_request_has_the_id_that_decode_knows_before_prefill_answers() -> None
         assert returned["remote_request_id"] == known
 
 
-def test_decode_that_is_asked_again_computes_the_prompt() -> None:
+def test_decode_that_is_asked_again_computes_the_prompt(scheduler: SchedulerSide) -> None:
     """As llm-d's sidecar asks where prefill has another identity than it knew: with the same transfer_id."""
-    made = side()
-    request = begun(made, 40, RECEIVES | {"transfer_id": "xfer-1"})
-    assert made.matched_tokens(request, 0) == 39
-    made.on_blocks(request, [[7, 3, 5]], 39)
-    made.on_finished(request, ABORTED)
-    again = begun(made, 40, RECEIVES | {"transfer_id": "xfer-1", "remote_port": 7802}, "b")
-    assert made.matched_tokens(again, 0) == 0
-    assert [each.request_id for each in made.orders(Step()).receives] == ["a"]
+    request = begun(scheduler, 40, RECEIVES | {"transfer_id": "xfer-1"})
+    assert scheduler.matched_tokens(request, 0) == 39
+    scheduler.on_blocks(request, [[7, 3, 5]], 39)
+    scheduler.on_finished(request, ABORTED)
+    again = begun(scheduler, 40, RECEIVES | {"transfer_id": "xfer-1", "remote_port": 7802}, "b")
+    assert scheduler.matched_tokens(again, 0) == 0
+    assert [each.request_id for each in scheduler.orders(Step()).receives] == ["a"]
 
 
 def test_a_bounded_number_of_labels_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "LABELS_MAX", 2)
+    monkeypatch.setattr(scheduler_module, "LABELS_MAX", 2)
     made, names = side(), [f"{at}" for at in (0, 1, 2, 0, 2)]
     for at, name in enumerate(names):
         begun(made, 40, SENDS | {"transfer_id": name}, f"p{at}")
@@ -256,116 +254,109 @@ def test_a_bounded_number_of_labels_is_remembered(monkeypatch: pytest.MonkeyPatc
     assert len(steps[0].withdrawals) == 4
 
 
-def test_a_request_that_ends_before_its_prompt_is_computed_fails_its_room() -> None:
+def test_a_request_that_ends_before_its_prompt_is_computed_fails_its_room(scheduler: SchedulerSide) -> None:
     """Whatever vLLM calls its end."""
-    made = side()
-    request = begun(made, 40)
-    made.orders(new("a", [[7, 3]], 24))
-    assert made.on_finished(request, STOPPED) == (True, None)
-    assert made.orders(Step()).aborts == ["a"]
+    request = begun(scheduler, 40)
+    scheduler.orders(new("a", [[7, 3]], 24))
+    assert scheduler.on_finished(request, STOPPED) == (True, None)
+    assert scheduler.orders(Step()).aborts == ["a"]
 
 
-def test_blocks_of_requests_without_a_hand_off_are_their_own() -> None:
-    made = side()
-    begun(made, 40)
-    made.orders(new("a", [[7, 3]], 24))
+def test_blocks_of_requests_without_a_hand_off_are_their_own(scheduler: SchedulerSide) -> None:
+    begun(scheduler, 40)
+    scheduler.orders(new("a", [[7, 3]], 24))
     both = Cached(["other", "a"], (), [[[9]], [[5]]], [60, 24])
-    orders = made.orders(Step((), both, {"other": 1, "a": 16}))
+    orders = scheduler.orders(Step((), both, {"other": 1, "a": 16}))
     assert orders.chunks == [Chunk("a", (Rows(0, 1, 3, (7, 3, 5)),), last=True)]
 
 
-def test_preempted_before_its_first_step_it_has_nothing_to_give_up() -> None:
-    made = side()
-    begun(made, 40)
-    assert made.orders(Step(preempted_req_ids={"a", "unknown"})) == Orders()
+def test_preempted_before_its_first_step_it_has_nothing_to_give_up(scheduler: SchedulerSide) -> None:
+    begun(scheduler, 40)
+    assert scheduler.orders(Step(preempted_req_ids={"a", "unknown"})) == Orders()
 
 
 @pytest.mark.parametrize(("steps", "keeps"), [(0, False), (1, True), (2, True)])
-def test_prefill_that_is_given_up_fails_its_room(steps: int, keeps: bool) -> None:
-    made = side()
-    request = begun(made, 40)
+def test_prefill_that_is_given_up_fails_its_room(scheduler: SchedulerSide, steps: int, keeps: bool) -> None:
+    request = begun(scheduler, 40)
     for step in (new("a", [[7, 3]], 24), more("a", [[5]], 16, 24))[:steps]:
-        made.orders(step)
-    assert made.on_finished(request, ABORTED) == (keeps, None)
-    assert made.has_word_for_peers, "decode is told now, whether a request here needs a step or not"
+        scheduler.orders(step)
+    assert scheduler.on_finished(request, ABORTED) == (keeps, None)
+    assert scheduler.has_word_for_peers, "decode is told now, whether a request here needs a step or not"
     expected = Orders(aborts=["a"]) if keeps else Orders(withdrawals=[Withdraw("a", room_id("p0/a"))])
-    assert made.orders(Step()) == expected
+    assert scheduler.orders(Step()) == expected
 
 
 def test_a_hand_off_that_its_proxy_gives_up_fails_also_if_its_request_has_ended_or_comes_later() -> None:
-    made = side()
+    scheduler = side()
     named = {"transfer_id": "xfer"}
     given_up = {"abort_transfer_id": "xfer"}
     withdrawn = [Withdraw("a", room_id("xfer"))]
-    request = begun(made, 40, SENDS | named)
-    made.orders(new("a", [[7, 3, 5]], 40))
-    assert made.on_finished(request, STOPPED)[0]
-    begun(made, 1, given_up, "b")
-    assert made.has_word_for_peers
-    assert made.orders(new("b", [[1]], 1)) == Orders(withdrawals=withdrawn)
+    request = begun(scheduler, 40, SENDS | named)
+    scheduler.orders(new("a", [[7, 3, 5]], 40))
+    assert scheduler.on_finished(request, STOPPED)[0]
+    begun(scheduler, 1, given_up, "b")
+    assert scheduler.has_word_for_peers
+    assert scheduler.orders(new("b", [[1]], 1)) == Orders(withdrawals=withdrawn)
 
-    made = side()
-    request = begun(made, 40, SENDS | named)
-    made.orders(new("a", [[7, 3]], 24))
-    begun(made, 1, given_up, "b")
-    assert made.orders(more("a", [[5]], 16, 24)) == Orders(withdrawals=withdrawn), "nothing more leaves"
-    assert made.on_finished(request, ABORTED) == (True, None)
-    assert made.orders(Step()).aborts == ["a"]
+    scheduler = side()
+    request = begun(scheduler, 40, SENDS | named)
+    scheduler.orders(new("a", [[7, 3]], 24))
+    begun(scheduler, 1, given_up, "b")
+    assert scheduler.orders(more("a", [[5]], 16, 24)) == Orders(withdrawals=withdrawn), "nothing more leaves"
+    assert scheduler.on_finished(request, ABORTED) == (True, None)
+    assert scheduler.orders(Step()).aborts == ["a"]
 
-    made = side()
-    begun(made, 1, given_up, "b")
-    assert made.orders(Step()) == Orders(withdrawals=[Withdraw("b", room_id("xfer"))])
-    request = begun(made, 40, SENDS | named)
-    assert made.orders(new("a", [[7, 3, 5]], 40)) == Orders()
-    assert made.on_finished(request, STOPPED) == (False, None)
+    scheduler = side()
+    begun(scheduler, 1, given_up, "b")
+    assert scheduler.orders(Step()) == Orders(withdrawals=[Withdraw("b", room_id("xfer"))])
+    request = begun(scheduler, 40, SENDS | named)
+    assert scheduler.orders(new("a", [[7, 3, 5]], 40)) == Orders()
+    assert scheduler.on_finished(request, STOPPED) == (False, None)
 
 
 @pytest.mark.parametrize("params", [SENDS | {"transfer_id": 3}, {"do_remote_decode": "yes"}])
-def test_wrong_parameters_of_prefill_hand_nothing_over(params: Any) -> None:
-    made = side()
-    request = begun(made, 40, params)
-    assert made.matched_tokens(request, 0) == 0
-    assert made.orders(new("a", [[7, 3, 5]], 40)) == Orders()
-    assert made.on_finished(request, STOPPED) == (False, None)
+def test_wrong_parameters_of_prefill_hand_nothing_over(scheduler: SchedulerSide, params: Any) -> None:
+    request = begun(scheduler, 40, params)
+    assert scheduler.matched_tokens(request, 0) == 0
+    assert scheduler.orders(new("a", [[7, 3, 5]], 40)) == Orders()
+    assert scheduler.on_finished(request, STOPPED) == (False, None)
 
 
 # Decode
 
 
-def test_a_request_waits_for_what_its_own_cache_lacks() -> None:
-    made = side()
-    request = begun(made, 40, RECEIVES)
-    assert [made.matched_tokens(request, 16) for _ in range(2)] == [23, 23]
-    made.on_blocks(request, [[7, 3, 5]], 23)
-    assert made.matched_tokens(request, 0) == 0, "it is asked for once"
-    made.on_blocks(request, [[7, 3, 5]], 0)
-    assert made.orders(Step()).receives == [Receive("a", room_id("p0/x"), ADDRESS, 40, 16, ((-1, 3, 5),))]
-    assert made.on_finished(request, STOPPED) == (False, {"kv_bytes": 2_000, "kv_lost": False})
-    assert made.orders(Step()) == Orders()
+def test_a_request_waits_for_what_its_own_cache_lacks(scheduler: SchedulerSide) -> None:
+    request = begun(scheduler, 40, RECEIVES)
+    assert [scheduler.matched_tokens(request, 16) for _ in range(2)] == [23, 23]
+    scheduler.on_blocks(request, [[7, 3, 5]], 23)
+    assert scheduler.matched_tokens(request, 0) == 0, "it is asked for once"
+    scheduler.on_blocks(request, [[7, 3, 5]], 0)
+    assert scheduler.orders(Step()).receives == [Receive("a", room_id("p0/x"), ADDRESS, 40, 16, ((-1, 3, 5),))]
+    assert scheduler.on_finished(request, STOPPED) == (False, {"kv_bytes": 2_000, "kv_lost": False})
+    assert scheduler.orders(Step()) == Orders()
 
 
 @pytest.mark.parametrize(("requests", "blocks"), [({"a"}, ()), ((), {5})], ids=["by request", "by block"])
 def test_an_answer_reports_that_its_kv_was_not_received(requests: Collection[str], blocks: Collection[int]) -> None:
-    made = side()
-    lost, fine = begun(made, 40, RECEIVES), begun(made, 40, RECEIVES | {"remote_request_id": "y"}, "b")
+    scheduler = side()
+    lost, fine = begun(scheduler, 40, RECEIVES), begun(scheduler, 40, RECEIVES | {"remote_request_id": "y"}, "b")
     for request, table in ((lost, [[7, 3, 5]]), (fine, [[8, 2, 1]])):
-        made.on_blocks(request, table, 39)
-    made.orders(Step())
-    made.on_failed_loads((), ())
-    made.on_failed_loads(requests, blocks)
+        scheduler.on_blocks(request, table, 39)
+    scheduler.orders(Step())
+    scheduler.on_failed_loads((), ())
+    scheduler.on_failed_loads(requests, blocks)
     for request in (lost, fine):
-        made.on_blocks(request, [[7, 3, 5]], 0)
-    assert made.on_finished(lost, STOPPED) == (False, {"kv_bytes": 0, "kv_lost": True})
-    assert made.on_finished(fine, STOPPED) == (False, {"kv_bytes": 3_000, "kv_lost": False})
+        scheduler.on_blocks(request, [[7, 3, 5]], 0)
+    assert scheduler.on_finished(lost, STOPPED) == (False, {"kv_bytes": 0, "kv_lost": True})
+    assert scheduler.on_finished(fine, STOPPED) == (False, {"kv_bytes": 3_000, "kv_lost": False})
 
 
-def test_a_load_that_is_given_up_is_aborted() -> None:
-    made = side()
-    request = begun(made, 40, RECEIVES)
-    made.on_blocks(request, [[7, 3, 5]], 39)
-    made.orders(Step())
-    assert not made.on_finished(request, ABORTED)[0]
-    assert made.orders(Step()) == Orders(aborts=["a"])
+def test_a_load_that_is_given_up_is_aborted(scheduler: SchedulerSide) -> None:
+    request = begun(scheduler, 40, RECEIVES)
+    scheduler.on_blocks(request, [[7, 3, 5]], 39)
+    scheduler.orders(Step())
+    assert not scheduler.on_finished(request, ABORTED)[0]
+    assert scheduler.orders(Step()) == Orders(aborts=["a"])
 
 
 def choices(made: SchedulerSide, *prompts: Sequence[int] | None) -> list[Request]:
@@ -377,48 +368,46 @@ def choices(made: SchedulerSide, *prompts: Sequence[int] | None) -> list[Request
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_choices_of_one_prompt_wait_for_the_one_that_is_received(ends: bool) -> None:
-    made = side()
-    first, *others = choices(made, [1, 2], [1, 2], [1, 2])
+def test_choices_of_one_prompt_wait_for_the_one_that_is_received(scheduler: SchedulerSide, ends: bool) -> None:
+    first, *others = choices(scheduler, [1, 2], [1, 2], [1, 2])
     for _ in range(2):
-        assert [made.matched_tokens(each, 0) for each in others] == [None, None]
-        if made.matched_tokens(first, 0):
-            made.on_blocks(first, [[7, 3, 5]], 39)
-    assert len(made.orders(Step()).receives) == 1
+        assert [scheduler.matched_tokens(each, 0) for each in others] == [None, None]
+        if scheduler.matched_tokens(first, 0):
+            scheduler.on_blocks(first, [[7, 3, 5]], 39)
+    assert len(scheduler.orders(Step()).receives) == 1
     if ends:
-        made.on_finished(first, ABORTED)
+        scheduler.on_finished(first, ABORTED)
     else:
-        made.on_blocks(first, [[7, 3, 5]], 0)
-    assert [made.matched_tokens(each, 32) for each in others] == [0, 0], "its blocks are in the prefix cache"
+        scheduler.on_blocks(first, [[7, 3, 5]], 0)
+    assert [scheduler.matched_tokens(each, 32) for each in others] == [0, 0], "its blocks are in the prefix cache"
     for each in others:
-        made.on_blocks(each, [[7, 3, 6]], 0)
-        assert made.on_finished(each, STOPPED) == (False, None)
-    assert made.orders(Step()) == Orders(aborts=["0"] * ends)
+        scheduler.on_blocks(each, [[7, 3, 6]], 0)
+        assert scheduler.on_finished(each, STOPPED) == (False, None)
+    assert scheduler.orders(Step()) == Orders(aborts=["0"] * ends)
 
 
 @pytest.mark.parametrize("other", [[3, 4], None])
 def test_of_several_prompts_the_first_is_received_and_the_others_are_computed(other: Sequence[int] | None) -> None:
     """Prompts of equal length look alike to it: none may get another one's KV."""
-    made = side()
-    one, two = choices(made, None if other is None else [1, 2], other)
-    assert [made.matched_tokens(each, 0) for each in (two, one)] == [0, 39]
-    made.on_blocks(two, [[1, 2, 4]], 0)
-    made.on_blocks(one, [[7, 3, 5]], 39)
-    made.on_finished(two, STOPPED)
-    made.on_finished(one, STOPPED)
-    assert made.matched_tokens(begun(made, 40, RECEIVES, "late"), 0) == 0
-    assert [each.slots for each in made.orders(Step()).receives] == [((7, 3, 5),)]
+    scheduler = side()
+    one, two = choices(scheduler, None if other is None else [1, 2], other)
+    assert [scheduler.matched_tokens(each, 0) for each in (two, one)] == [0, 39]
+    scheduler.on_blocks(two, [[1, 2, 4]], 0)
+    scheduler.on_blocks(one, [[7, 3, 5]], 39)
+    scheduler.on_finished(two, STOPPED)
+    scheduler.on_finished(one, STOPPED)
+    assert scheduler.matched_tokens(begun(scheduler, 40, RECEIVES, "late"), 0) == 0
+    assert [each.slots for each in scheduler.orders(Step()).receives] == [((7, 3, 5),)]
 
 
 @pytest.mark.parametrize(("tokens", "received"), [(1, 1), (16, 15), (17, 17), (18, 17), (33, 33)])
-def test_every_row_of_a_room_has_a_block(tokens: int, received: int) -> None:
+def test_every_row_of_a_room_has_a_block(scheduler: SchedulerSide, tokens: int, received: int) -> None:
     """vLLM allocates blocks for what is received, and only later that of the token it computes itself."""
-    made = side()
-    request = begun(made, tokens, RECEIVES)
-    assert made.matched_tokens(request, 0) == received
+    request = begun(scheduler, tokens, RECEIVES)
+    assert scheduler.matched_tokens(request, 0) == received
     blocks = [*range(1, 1 + -(-received // 16))]
-    made.on_blocks(request, [blocks], received)
-    [order] = made.orders(Step()).receives
+    scheduler.on_blocks(request, [blocks], received)
+    [order] = scheduler.orders(Step()).receives
     assert (order.tokens, order.prefix, len(order.slots[0])) == (tokens, 0, PAGE.rows(tokens))
 
 
@@ -430,62 +419,57 @@ def test_a_windows_lost_blocks_and_blocks_behind_the_prompt_are_no_slots() -> No
 
 
 @pytest.mark.parametrize("status", [STOPPED, ABORTED])
-def test_what_decode_does_not_need_prefill_need_not_keep(status: str) -> None:
+def test_what_decode_does_not_need_prefill_need_not_keep(scheduler: SchedulerSide, status: str) -> None:
     """If the request is given up meanwhile, prefill may never begin."""
-    made = side()
-    request = begun(made, 40, RECEIVES)
-    made.on_blocks(request, [[7, 3, 5]], 0)
-    assert made.has_word_for_peers
-    assert made.orders(Step()) == Orders(
+    request = begun(scheduler, 40, RECEIVES)
+    scheduler.on_blocks(request, [[7, 3, 5]], 0)
+    assert scheduler.has_word_for_peers
+    assert scheduler.orders(Step()) == Orders(
         receives=[Receive("a", room_id("p0/x"), ADDRESS, 40, 40, ((-1, -1, -1),), awaited=False)]
     )
-    assert made.on_finished(request, status) == (False, {"kv_bytes": 0, "kv_lost": False})
-    assert made.orders(Step()) == Orders(aborts=["a"] * (status == ABORTED))
+    assert scheduler.on_finished(request, status) == (False, {"kv_bytes": 0, "kv_lost": False})
+    assert scheduler.orders(Step()) == Orders(aborts=["a"] * (status == ABORTED))
 
 
 @pytest.mark.parametrize(("name", "shown"), [("cmpl-x-0", "cmpl-x-0"), ("f00d", "x (f00d)")])
 def test_a_request_that_ends_before_it_has_blocks_is_withdrawn_at_prefill(name: str, shown: str) -> None:
     """Its client has left, or vLLM's server has refused it: then it is another request, of one token, under an id of
     its own. Prefill took the Grant of that one token for a breach."""
-    made = side()
-    request = begun(made, 1, RECEIVES, name)
-    assert made.on_finished(request, ABORTED) == (False, None)
-    assert made.has_word_for_peers
-    assert made.orders(Step()) == Orders(withdrawals=[Withdraw(shown, room_id("p0/x"), ADDRESS)])
+    scheduler = side()
+    request = begun(scheduler, 1, RECEIVES, name)
+    assert scheduler.on_finished(request, ABORTED) == (False, None)
+    assert scheduler.has_word_for_peers
+    assert scheduler.orders(Step()) == Orders(withdrawals=[Withdraw(shown, room_id("p0/x"), ADDRESS)])
 
 
-def test_wrong_parameters_of_decode_fail_its_load_alone() -> None:
-    made = side()
-    request = begun(made, 40, RECEIVES | {"remote_port": 0})
-    assert made.matched_tokens(request, 0) == 39
-    made.on_blocks(request, [[7, 3, 5]], 39)
-    assert made.orders(Step()) == Orders(refusals=[Refuse("a", (7, 3, 5))])
+def test_wrong_parameters_of_decode_fail_its_load_alone(scheduler: SchedulerSide) -> None:
+    request = begun(scheduler, 40, RECEIVES | {"remote_port": 0})
+    assert scheduler.matched_tokens(request, 0) == 39
+    scheduler.on_blocks(request, [[7, 3, 5]], 39)
+    assert scheduler.orders(Step()) == Orders(refusals=[Refuse("a", (7, 3, 5))])
 
 
-def test_blocks_that_decode_has_and_null_blocks_do_not_fail_with_a_load() -> None:
+def test_blocks_that_decode_has_and_null_blocks_do_not_fail_with_a_load(scheduler: SchedulerSide) -> None:
     """Other requests may have them as well, and vLLM gives up each request whose blocks are named."""
-    made = side()
-    request = begun(made, 70, RECEIVES | {"remote_port": 0})
-    assert made.matched_tokens(request, 16) == 53
-    made.on_blocks(request, [[7, 0, 3, 5, 9]], 53)
-    assert made.orders(Step()) == Orders(refusals=[Refuse("a", (3, 5, 9))])
+    request = begun(scheduler, 70, RECEIVES | {"remote_port": 0})
+    assert scheduler.matched_tokens(request, 16) == 53
+    scheduler.on_blocks(request, [[7, 0, 3, 5, 9]], 53)
+    assert scheduler.orders(Step()) == Orders(refusals=[Refuse("a", (3, 5, 9))])
 
 
 @pytest.mark.parametrize("params", ["x", ["do_remote_prefill"], 7])
-def test_parameters_that_are_no_object_fail_their_load_alone(params: Any) -> None:
-    made = side()
-    request = begun(made, 40, params)
-    assert made.matched_tokens(request, 0) > 0
-    made.on_blocks(request, [[7, 3, 5]], 39)
-    assert made.orders(Step()) == Orders(refusals=[Refuse("a", (7, 3, 5))])
+def test_parameters_that_are_no_object_fail_their_load_alone(scheduler: SchedulerSide, params: Any) -> None:
+    request = begun(scheduler, 40, params)
+    assert scheduler.matched_tokens(request, 0) > 0
+    scheduler.on_blocks(request, [[7, 3, 5]], 39)
+    assert scheduler.orders(Step()) == Orders(refusals=[Refuse("a", (7, 3, 5))])
 
 
-def test_wrong_parameters_of_a_request_without_blocks_need_nothing() -> None:
-    made = side()
-    request = begun(made, 40, RECEIVES | {"remote_port": 0})
-    made.on_finished(request, ABORTED)
-    assert not made.has_word_for_peers
-    assert made.orders(Step()) == Orders()
+def test_wrong_parameters_of_a_request_without_blocks_need_nothing(scheduler: SchedulerSide) -> None:
+    request = begun(scheduler, 40, RECEIVES | {"remote_port": 0})
+    scheduler.on_finished(request, ABORTED)
+    assert not scheduler.has_word_for_peers
+    assert scheduler.orders(Step()) == Orders()
 
 
 def test_a_role_that_an_engine_has_not_is_no_hand_off() -> None:
@@ -551,13 +535,12 @@ def test_bytes_of_an_answer_are_those_that_the_ranks_have_of_its_blocks() -> Non
     assert engine.on_finished(request, STOPPED) == (False, {"kv_bytes": 2 * 34 + 2 * 1600 // 4, "kv_lost": False})
 
 
-def test_a_request_without_a_hand_off_is_left_alone() -> None:
-    made = side()
-    request = begun(made, 40, {})
-    assert made.matched_tokens(request, 0) == 0
-    made.on_blocks(request, [[7, 3, 5]], 0)
-    assert made.orders(new("a", [[7, 3, 5]], 40)) == Orders()
-    assert made.on_finished(request, STOPPED) == (False, None)
+def test_a_request_without_a_hand_off_is_left_alone(scheduler: SchedulerSide) -> None:
+    request = begun(scheduler, 40, {})
+    assert scheduler.matched_tokens(request, 0) == 0
+    scheduler.on_blocks(request, [[7, 3, 5]], 0)
+    assert scheduler.orders(new("a", [[7, 3, 5]], 40)) == Orders()
+    assert scheduler.on_finished(request, STOPPED) == (False, None)
 
 
 # Blocks that vLLM frees as a request ends, while decode's last token still sees them

@@ -258,109 +258,80 @@ def test_a_component_that_makes_no_sense_is_refused(make: Any, text: str) -> Non
 
 
 HUGE = 1 << 62
+
+
+def bad(name: str, text: str, *planes: Plane, page_size: int = 16, slots: int = 32) -> Any:
+    return pytest.param(planes, page_size, slots, text, id=name)
+
+
 BAD = [
-    ("page_size is not a power of two", [plane()], 12, 48, r"page_size: 12 is not a power of two"),
-    ("page_size 0", [plane()], 0, 48, r"page_size: 0 is not a power of two"),
-    ("slots are not whole pages", [plane()], 16, 40, r"slots: 40 is not a multiple of page_size 16"),
-    ("slots 0", [plane()], 16, 0, r"slots: 0 is not a multiple"),
-    ("no planes", [], 16, 32, r"planes: 0, must be 1 to"),
-    (
-        "unknown dtype",
-        [plane(), plane(dtype="fp4", layer=1, base=4096)],
-        16,
-        32,
-        r"planes\[1\]\.dtype: 'fp4' must be one of",
+    bad("page_size is not a power of two", r"page_size: 12 is not a power of two", plane(), page_size=12, slots=48),
+    bad("page_size 0", r"page_size: 0 is not a power of two", plane(), page_size=0, slots=48),
+    bad("slots are not whole pages", r"slots: 40 is not a multiple of page_size 16", plane(), slots=40),
+    bad("slots 0", r"slots: 0 is not a multiple", plane(), slots=0),
+    bad("no planes", r"planes: 0, must be 1 to"),
+    bad("unknown dtype", r"planes\[1\]\.dtype: 'fp4' must be one of", plane(), plane(dtype="fp4", layer=1, base=4096)),
+    bad("kind empty", r"planes\[0\]\.kind: '' is not", plane(kind="")),
+    bad("kind that breaks a line", r"planes\[0\]\.kind: 'k\\n' is not", plane(kind="k\n")),
+    bad("kind too long", r"planes\[0\]\.kind: 'k{17}' is not", plane(kind="k" * 17)),
+    bad("no heads", r"planes\[0\]\.head_count: 0 is not an integer of 1\.\.", plane(head_count=0)),
+    bad("layer beyond u16", r"planes\[0\]\.layer: 65536 is not an integer of 0\.\.65535", plane(layer=1 << 16)),
+    bad("negative base", r"planes\[0\]\.base: -8 is not an integer of 0\.\.", plane(base=-8)),
+    bad("base beyond int64", r"planes\[0\]\.base: 1180591620717411303424 is not an integer", plane(base=1 << 70)),
+    bad("base that is not an integer", r"planes\[0\]\.base: 0\.5 is not an integer", plane(base=0.5)),
+    bad("base that is text", r"planes\[0\]\.base: '8' is not an integer", plane(base="8")),
+    bad("row of part elements", r"row_bytes: 63 is not a multiple of head_count 2 x bfloat16", plane(row_bytes=63)),
+    bad("row of part heads", r"row_bytes: 62 is not a multiple of head_count 2 x bfloat16, 4 by", plane(row_bytes=62)),
+    bad("rows overlap", r"planes\[0\]\.row_stride: 60 is below row_bytes 64", plane(row_stride=60)),
+    bad("row stride 0", r"planes\[0\]\.row_stride: 0 is below row_bytes 64", plane(row_stride=0)),
+    bad("pages overlap", r"planes\[0\]\.page_stride: 1023 is below the 1024 bytes", plane(page_stride=1023)),
+    bad(
+        "pages of one slot overlap",
+        r"page_stride: 63 is below the 64 bytes",
+        plane(page_stride=63),
+        page_size=1,
+        slots=2,
     ),
-    ("kind empty", [plane(kind="")], 16, 32, r"planes\[0\]\.kind: '' is not"),
-    ("kind that breaks a line", [plane(kind="k\n")], 16, 32, r"planes\[0\]\.kind: 'k\\n' is not"),
-    ("kind too long", [plane(kind="k" * 17)], 16, 32, r"planes\[0\]\.kind: 'k{17}' is not"),
-    ("no heads", [plane(head_count=0)], 16, 32, r"planes\[0\]\.head_count: 0 is not an integer of 1\.\."),
-    ("layer beyond u16", [plane(layer=1 << 16)], 16, 32, r"planes\[0\]\.layer: 65536 is not an integer of 0\.\.65535"),
-    ("negative base", [plane(base=-8)], 16, 32, r"planes\[0\]\.base: -8 is not an integer of 0\.\."),
-    (
-        "base beyond int64",
-        [plane(base=1 << 70)],
-        16,
-        32,
-        r"planes\[0\]\.base: 1180591620717411303424 is not an integer",
+    bad("ends beyond 2**62", r"planes\[0\]: base \d+, .* end beyond byte \d+", plane(base=HUGE)),
+    bad("just beyond 2**62", r"planes\[0\]: base \d+, .* end beyond byte \d+", plane(base=HUGE - 2047)),
+    bad("wraps int64", r"planes\[0\]: .*page_stride \d+, .* end beyond byte", plane(page_stride=HUGE), slots=1 << 40),
+    bad("wraps int64 to a small end", r"planes\[0\]: .* end beyond byte", plane(page_stride=HUGE), slots=5 * 16),
+    bad(
+        "wraps int64 by rows",
+        r"planes\[0\]: .*row_stride \d+ .* end beyond",
+        plane(row_stride=HUGE),
+        page_size=1 << 20,
+        slots=1 << 20,
     ),
-    ("base that is not an integer", [plane(base=0.5)], 16, 32, r"planes\[0\]\.base: 0\.5 is not an integer"),
-    ("base that is text", [plane(base="8")], 16, 32, r"planes\[0\]\.base: '8' is not an integer"),
-    (
-        "row of part elements",
-        [plane(row_bytes=63)],
-        16,
-        32,
-        r"row_bytes: 63 is not a multiple of head_count 2 x bfloat16",
-    ),
-    (
-        "row of part heads",
-        [plane(row_bytes=62)],
-        16,
-        32,
-        r"row_bytes: 62 is not a multiple of head_count 2 x bfloat16, 4 by",
-    ),
-    ("rows overlap", [plane(row_stride=60)], 16, 32, r"planes\[0\]\.row_stride: 60 is below row_bytes 64"),
-    ("row stride 0", [plane(row_stride=0)], 16, 32, r"planes\[0\]\.row_stride: 0 is below row_bytes 64"),
-    ("pages overlap", [plane(page_stride=1023)], 16, 32, r"planes\[0\]\.page_stride: 1023 is below the 1024 bytes"),
-    ("pages of one slot overlap", [plane(page_stride=63)], 1, 2, r"page_stride: 63 is below the 64 bytes"),
-    ("ends beyond 2**62", [plane(base=HUGE)], 16, 32, r"planes\[0\]: base \d+, .* end beyond byte \d+"),
-    ("just beyond 2**62", [plane(base=HUGE - 2047)], 16, 32, r"planes\[0\]: base \d+, .* end beyond byte \d+"),
-    ("wraps int64", [plane(page_stride=HUGE)], 16, 1 << 40, r"planes\[0\]: .*page_stride \d+, .* end beyond byte"),
-    ("wraps int64 to a small end", [plane(page_stride=HUGE)], 16, 5 * 16, r"planes\[0\]: .* end beyond byte"),
-    ("wraps int64 by rows", [plane(row_stride=HUGE)], 1 << 20, 1 << 20, r"planes\[0\]: .*row_stride \d+ .* end beyond"),
-    (
-        "a head twice",
-        [plane(), plane(base=1 << 20, head_start=1)],
-        16,
-        32,
-        r"kind k layer 0 heads 0\.\.1 and 1\.\.2 overlap",
-    ),
-    ("a plane twice", [plane(), plane(base=1 << 20)], 16, 32, r"planes\[0\] and planes\[1\]: kind k layer 0"),
-    (
-        "planes at one place",
-        [plane(), plane(layer=1)],
-        16,
-        32,
-        r"planes\[0\]\.base 0 and planes\[1\]\.base 0: their rows",
-    ),
-    (
+    bad("a head twice", r"kind k layer 0 heads 0\.\.1 and 1\.\.2 overlap", plane(), plane(base=1 << 20, head_start=1)),
+    bad("a plane twice", r"planes\[0\] and planes\[1\]: kind k layer 0", plane(), plane(base=1 << 20)),
+    bad("planes at one place", r"planes\[0\]\.base 0 and planes\[1\]\.base 0: their rows", plane(), plane(layer=1)),
+    bad(
         "planes overlap by a byte",
-        [plane(), plane(layer=1, base=2047)],
-        16,
-        32,
         r"planes\[0\]\.base 0 and planes\[1\]\.base 2047",
+        plane(),
+        plane(layer=1, base=2047),
     ),
-    (
-        "page inside page",
-        [plane(page_stride=4096), plane(layer=1, base=5100, page_stride=4096)],
-        16,
-        32,
-        "their rows overlap",
-    ),
-    (
+    bad("page inside page", "their rows overlap", plane(page_stride=4096), plane(layer=1, base=5100, page_stride=4096)),
+    bad(
         "rows inside rows",
-        [plane(row_stride=128, page_stride=2048), plane(layer=1, base=127, row_stride=128, page_stride=2048)],
-        16,
-        32,
         "their rows overlap",
+        plane(row_stride=128, page_stride=2048),
+        plane(layer=1, base=127, row_stride=128, page_stride=2048),
     ),
-    (
+    bad(
         "unequal strides that cross",
-        [plane(row_stride=192, page_stride=4096), plane(layer=1, base=64, row_stride=128, page_stride=4096)],
-        16,
-        32,
         "their rows overlap, or interleave at unequal strides",
+        plane(row_stride=192, page_stride=4096),
+        plane(layer=1, base=64, row_stride=128, page_stride=4096),
     ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("planes", "page_size", "slots", "text"), [pytest.param(*case[1:], id=case[0]) for case in BAD]
-)
-def test_a_layout_that_cannot_be_is_refused(planes: list[Plane], page_size: int, slots: int, text: str) -> None:
+@pytest.mark.parametrize(("planes", "page_size", "slots", "text"), BAD)
+def test_a_layout_that_cannot_be_is_refused(planes: tuple[Plane, ...], page_size: int, slots: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        Layout(tuple(planes), page_size, slots)
+        Layout(planes, page_size, slots)
 
 
 @pytest.mark.parametrize(

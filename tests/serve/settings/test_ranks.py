@@ -96,31 +96,23 @@ def test_each_rank_computes_on_its_own_card_unless_one_is_given(device: str, dev
     assert [rank.device_index for rank in ranks] == [None if device == "cpu" else int(device[5:]) for device in devices]
 
 
-def test_ranks_differ_when_only_one_verifies() -> None:
-    description = SimpleNamespace(model="m", weights=b"w")
-    plain, verifies = (common(DecodeConfig(verify=verify), description) for verify in (False, True))
-    assert {name for name in plain if plain[name] != verifies[name]} == {"verify"}
-
-
-@pytest.mark.parametrize("name", ["device_slots", "hot_tokens", "dense_slots"])
-def test_ranks_differ_when_their_devices_hold_other_numbers_of_hisparse_tokens(name: str) -> None:
-    description = SimpleNamespace(model="m", weights=b"w")
-    dense, sparse = (common(DecodeConfig(enable_hisparse=enabled), description) for enabled in (False, True))
-    assert {name for name in dense if dense[name] != sparse[name]} == {"enable_hisparse"}
-    other = common(DecodeConfig(enable_hisparse=True, **{name: 512}), description)  # pyright: ignore[reportArgumentType]
-    assert {name for name in sparse if sparse[name] != other[name]} == {name}
+SPARSE = {"enable_hisparse": True}
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{"prefix_cache": False}, {"turn_tokens_max": 7}, {"prefix_block_tokens": 32}],
-    ids=lambda more: next(iter(more)),
+    ("usual", "more", "name"),
+    [
+        ({}, {"verify": True}, "verify"),
+        ({}, SPARSE, "enable_hisparse"),
+        *((SPARSE, SPARSE | {name: 512}, name) for name in ("device_slots", "hot_tokens", "dense_slots")),
+        ({}, {"prefix_cache": False}, "prefix_cache"),
+        *(({}, {"limits": Limits(**{name: 32})}, name) for name in ("turn_tokens_max", "prefix_block_tokens")),
+    ],
 )
-def test_ranks_differ_when_they_would_keep_or_compute_other_parts_of_the_next_turn(more: dict[str, int]) -> None:
+def test_ranks_differ_by_the_one_setting_that_is_anothers(usual: dict, more: dict, name: str) -> None:
     description = SimpleNamespace(model="m", weights=b"w")
-    own = more if "prefix_cache" in more else {"limits": Limits(**more)}
-    usual, other = common(DecodeConfig(), description), common(DecodeConfig(**own), description)  # pyright: ignore
-    assert {name for name in usual if usual[name] != other[name]} == set(more)
+    own, other = common(DecodeConfig(**usual), description), common(DecodeConfig(**more), description)
+    assert {each for each in own if own[each] != other[each]} == {name}
 
 
 def test_a_follower_takes_free_ports_unless_others_are_given() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,13 +19,12 @@ def test_embed_lands_a_room_in_another_process() -> None:
     assert done.stdout == "100 tokens, 460,800 bytes: every byte is where it belongs\n"
 
 
+def test_the_program_of_the_clients_document_lands_a_room() -> None:
+    [program, *_] = re.findall(
+        r"^```python\n(.*?)^```$", (REPO / "docs" / "clients.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "True 460800 b'the first token'\n"), done.stderr
+
+
 async def test_engine_serves_completions_behind_a_router(tmp_path: Path) -> None:
-    own = {"engine": "examples.engine:create", "engine_option": ()}
-    async with running(tmp_path, prefills=[own | {"chunk_tokens": 64}], decodes=[own]) as site:
-        for prompt in ("once", "upon a time " * 40):
-            answer = await site.complete(prompt, max_tokens=20)
-            assert (answer.status, answer.text) == (200, engine.text(prompt, 20)), answer
-        for name, value in {"top_k": 5, "presence_penalty": 1, "logprobs": 0}.items():  # it would ignore them
-            answer = await site.complete("once", **{name: value})
-            assert (answer.status, answer.error["code"], name in answer.error["message"]) == (400, "refused", True)
-        await site.settled()

@@ -79,7 +79,7 @@ def _section(path: tuple[str, ...], command: App) -> str:
         for argument in command.assemble_argument_collection()
         if argument.show and argument.keys[:1] != ("limits",)
     ]
-    head, rows = ("flag", "type", "default", "what it is"), [_flag(argument) for argument in arguments]
+    head, rows = ("flag", "type", "default", "meaning"), [_flag(argument) for argument in arguments]
     if path and path[0] in COMMANDS:
         keys = {field.name for field in fields(settings_of(path[0]))}
         head = (head[0], "environment", "key", *head[1:])
@@ -122,7 +122,7 @@ def _type(hint: Any) -> str:
 
 def metrics_page() -> str:
     """The metrics of each kind of process."""
-    head = "metric", "type", "labels", "what it is"
+    head = "metric", "type", "labels", "meaning"
     tables = asyncio.run(_metrics())
     return "\n".join([_METRICS, *(f"## {title}\n\n{_table(head, rows)}" for title, rows in tables.items())])
 

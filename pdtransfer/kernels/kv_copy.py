@@ -22,7 +22,7 @@ from .staging import Staging
 
 BLOCKS_PUSH_NARROW = 8  # of narrow rows, of which more must be under way
 BLOCKS_FETCH = 32  # from host memory, whose latency they hide
-NARROW_BYTES = 256  # rows that take more of the bus than their bytes, when they cross one by one
+NARROW_BYTES = 256  # rows that take more of the bus than their bytes, when they are copied one by one
 _PAIRINGS_MAX = 64  # an engine has a few pools
 _PIECE_BYTES = 2_048
 _LINE_BYTES = 128

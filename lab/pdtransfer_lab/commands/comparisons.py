@@ -25,7 +25,8 @@ def engines(
     engine: Annotated[Literal["vllm", "sglang"], Parameter(help="Whose servers these are.")] = "vllm",
     python: Annotated[Path | None, Parameter(help="An interpreter that has it; by default .venv-vllm's or so.")] = None,
     fleet: Annotated[
-        tuple[str, ...], Parameter(help="'one engine', or a connector or backend; repeated. By default one, and ours.")
+        tuple[str, ...],
+        Parameter(help="'one engine', or a connector or backend; repeated. By default one engine, and pdtransfer's."),
     ] = (),
     prefill_options: Annotated[
         str, Parameter(help="For prefill servers, as in a shell.", allow_leading_hyphen=True)

@@ -61,11 +61,11 @@ class EndedRequest:
     key_name: str = ""  # scope "request": the name of the client's API key
     prefill: str = ""  # nodes, of the last attempt; an endpoint or a key where the node is not known
     decode: str = ""
-    transport: str = ""  # how KV crossed
+    transport: str = ""  # how KV was transferred
     model: str = ""
     path: str = ""  # of the HTTP request
     prompt_tokens: int | None = None
-    cached_tokens: int | None = None  # of these: they did not cross
+    cached_tokens: int | None = None  # of these: they were not transferred
     tokens: int | None = 0  # generated; None where a server of another engine counts them
     kv_bytes: int | None = 0  # prefill: written; decode: landed; router: as decode reports
     reason: str = ""  # of a success: "stop", "length", or "done" at prefill

@@ -22,7 +22,7 @@ class Split:
     push_s: float  # from the start of the first write to the end of the last
     writes: int
     last_bytes: int  # bytes of the write that ended last
-    byte_count: int  # bytes that crossed
+    byte_count: int  # bytes that were transferred
 
     @property
     def ttft_s(self) -> float:

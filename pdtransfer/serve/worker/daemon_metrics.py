@@ -173,7 +173,7 @@ def _prefix(cache: PrefixCache) -> Iterator[Metric]:
     yield GaugeMetricFamily("pdtransfer_prefix_used_tokens", "Those that rooms hold now", cache.claimed * tokens)
     queried, hit, evicted = cache.queried_tokens, cache.hit_tokens, cache.evicted_blocks * tokens
     yield CounterMetricFamily("pdtransfer_prefix_queried_tokens", "Tokens of admitted prompts, looked for", queried)
-    yield CounterMetricFamily("pdtransfer_prefix_hit_tokens", "Those that were found, and did not cross", hit)
+    yield CounterMetricFamily("pdtransfer_prefix_hit_tokens", "Tokens of these prompts that decode had already", hit)
     yield CounterMetricFamily("pdtransfer_prefix_evicted_tokens", "Tokens that made room for others", evicted)
 
 

@@ -213,7 +213,7 @@ class DecodeDaemon:
         if begin.enable_hisparse and not self.config.enable_hisparse:
             raise ValueError("enable_hisparse: the request wants it, this node is run without it")
         if begin.rest_max > (most := 0 if begin.enable_hisparse else self.rank.rest_max):
-            raise ValueError(f"rest_max: {begin.rest_max}, this node computes {most} tokens of a prompt at most")
+            raise ValueError(f"rest_max: {begin.rest_max}, this node computes at most {most} prompt tokens")
         self._engine.check(request)
         if begin.enable_hisparse:
             figures, most = self._engine.figures, self.config.limits.hisparse_queue_max

@@ -132,7 +132,7 @@ class RouterLink:
         self.run(self.service.tokens(room, ids, self._clock.now(), logprobs=logprobs))
 
     def end(self, begin: Begin, end: End, *, tokens: int = 0, cached: int | None = None) -> None:
-        """The room has ended here. `tokens` were generated; `cached` ones of its prompt did not cross."""
+        """The room has ended here. `tokens` were generated; `cached` ones of its prompt were not transferred."""
         journey = self._journeys.of(begin.room)
         end = timed(end, journey)
         self._send_end(end)

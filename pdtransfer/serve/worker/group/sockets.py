@@ -174,14 +174,14 @@ class RankSockets:
 
 @dataclass(slots=True)
 class _Flow:
-    """Bytes that cross a link one way."""
+    """Bytes that a link carries one way."""
 
     link: socket.socket
-    event: int  # of poll, when more can cross
+    event: int  # of poll, when it can carry more
     rest: list[memoryview]
 
     def moved(self) -> bool:
-        """Moves what can cross now; returns whether all has."""
+        """Moves as much as it can carry now; returns whether all has."""
         with suppress(BlockingIOError):
             while self.rest:
                 view = self.rest[0]

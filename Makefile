@@ -76,11 +76,10 @@ beside-ray beside-lmcache beside-aiperf beside-vllm: beside-%:
 	@make -q .venv-$*/.stamp 2>/dev/null || PYTHON='$(PYTHON)' tools/venv $* || { \
 	    [ $$? = 3 ] && echo 'make venv-$*: its packages cannot be had here; tests that need them skip'; }
 
-# Two vLLM servers and a small pretrained model behind the router; what it prints are sentences.
+# Two vLLM servers and a small pretrained model behind the router.
 demo-vllm: .venv-vllm/.stamp
 	@.venv-vllm/bin/python -m tools.smollm2 build/smollm2
-	@.venv-vllm/bin/python examples/vllm_pair.py build/smollm2 --dtype bfloat16 --enforce-eager --max-model-len 1024 \
-	    --max-num-seqs 4 --kv-cache-memory-bytes 134217728 $(ARGS)
+	@PATH='$(CURDIR)/.venv-vllm/bin':"$$PATH" examples/vllm_cpu.sh build/smollm2 $(ARGS)
 
 # On a host with a card and compute-sanitizer; ARGS are its tools, by default memcheck and racecheck.
 sanitize: $(VENV)/.stamp

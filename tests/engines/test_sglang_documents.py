@@ -11,12 +11,22 @@ import os
 import re
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import sglang_engine, vllm_engine
-from tests.support.document_commands import FIRST_LINE, commands, run, section, shape_of, stated_lines
+from tests.support.document_commands import (
+    FIRST_LINE,
+    commands,
+    in_background,
+    readme,
+    run,
+    section,
+    shape_of,
+    stated_lines,
+)
 from tests.support.paths import REPO
 from tests.support.sglang_engine import VENV, free_port
 from tests.support.vllm_engine import Checkpoints
@@ -70,6 +80,26 @@ def followed(sglang_checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathF
     assert set(named.findall(script)) == set(numbers)
     script = named.sub(lambda found: ports[found[1]], script)
     return Followed(run(script, replaced, tmp_path_factory.mktemp("followed"), kept, SECONDS), ports)
+
+
+def test_the_commands_of_readme_hand_a_request_over(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """With the model, and with what the document gives servers on a CPU."""
+    [common] = re.findall(r'^export .*?^COMMON=.*?"$', TEXT, re.DOTALL | re.MULTILINE)
+    script = in_background(readme("sglang")).replace(" MODEL ", f" {sglang_checkpoints.path('llama')} $COMMON ")
+    for text in ("--port 30000", "--port 30100"):
+        script = script.replace(text, f"{text} --nccl-port {free_port()}")
+    script = script.replace("-mode decode", "-mode decode --disaggregation-decode-retraction-backup cpu_tensor")
+    [ask] = re.findall(r"^curl -s -w .*?'$", TEXT, re.DOTALL | re.MULTILINE)
+    ports = {number: str(free_port()) for number in ("8000", "30000", "30100", "8998")}
+    script = (
+        f"{common}\n{script}{ask}\ncurl -s http://127.0.0.1:30000/metrics | grep '^sglang:kv_transfer_total_mb_sum'\n"
+    )
+    script = re.sub(rf"\b({'|'.join(ports)})\b", lambda found: ports[found[1]], script)
+    path = f"{VENV / 'bin'}:{os.environ['PATH']}"
+    kept = {"HF_HUB_OFFLINE": "1", "PATH": path, "PDTRANSFER_LISTEN": f"127.0.0.1:{ports['8000']}"}
+    printed = run(script, {}, tmp_path, kept, SECONDS)
+    assert len(json.loads(printed.splitlines()[0])["choices"][0]["text"].split()) == 16
+    assert float(printed.split()[-1]) > 0
 
 
 def test_the_commands_of_the_document_hand_requests_over(followed: Followed) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +31,20 @@ def commands(text: str) -> str:
     found = [block for language, block in _FENCE.findall(text) if language == "sh"]
     assert found
     return "".join(found)
+
+
+def readme(engine: str) -> list[str]:
+    """The commands below the link to an engine's document in README: prefill, decode and the router."""
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    [block] = re.findall(rf"\(docs/{engine}\.md\) .*?^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [command.strip() for command in re.split(r"\n(?=\S)", block.strip())]
+
+
+def in_background(commands_of: Sequence[str]) -> str:
+    """A script that starts each of prefill, decode and the router, with a log of its name, and waits for the router."""
+    logs = zip(commands_of, ("prefill", "decode", "router"), strict=True)
+    started = "".join(f"{command} >{name}.log 2>&1 &\n" for command, name in logs)
+    return f"{started}until curl -sf http://127.0.0.1:8000/health >health.json; do sleep 1; done\n"
 
 
 def stated_lines(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 from cyclopts.config import Env
 
 from ... import __version__
@@ -26,6 +26,7 @@ from .installed import add_installed
 from .settings_sources import sources, warn_of_unknown
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+SERVED_AT = {"--listen", "--http", "--host", "--port"}  # where HTTP is served: the router, daemons, other servers
 
 app = App(
     name="pdtransfer",
@@ -110,19 +111,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_installed(app, tokens)
         return app.meta(tokens, exit_on_error=False, print_error=False, verbose=False) or 0
     except (CycloptsError, ConfigError) as error:
-        return _print_error(str(error), MISUSED)
+        return _print_error(_unknown(error) if isinstance(error, UnknownOptionError) else str(error), MISUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
 def _line(error: Exception) -> str:
-    match error:
-        case PDTransferError():
-            return str(error)
-        case OSError():
-            return f"{error.filename or type(error).__name__}: {error.strerror or error}"
-        case _:
-            return f"a bug, not a misuse: {type(error).__name__}: {error}; --debug shows where"
+    if isinstance(error, PDTransferError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or type(error).__name__}: {error.strerror or error}"
+    return f"a bug, not a misuse: {type(error).__name__}: {error}; --debug shows where"
+
+
+def _unknown(error: UnknownOptionError) -> str:
+    """Names the command's own option, where the unknown one is a sibling's or another server's for the same thing."""
+    option = error.token.keyword or error.token.value
+    own = [name for argument in error.argument_collection for name in argument.names if name in SERVED_AT]
+    return f"Unknown option: {option}. Did you mean {own[0]} HOST:PORT?" if own and option in SERVED_AT else str(error)
 
 
 def _print_error(text: str, status: int) -> int:

@@ -47,16 +47,13 @@ def doctor(
     decode_url: Annotated[str, Parameter(help="The URL of a decode engine's server.")] = "",
     /,
     *,
-    transport_ports: Annotated[
-        tuple[str, ...], Parameter(help="Port range of this host's daemons, first-last; may be repeated.")
-    ] = (),
+    transport_ports: Annotated[tuple[str, ...], Parameter(help="Daemons' ports, first-last; may be repeated.")] = (),
     bind: Annotated[str, Parameter(help="A daemon's --bind, for which each transport is asked.")] = "",
     advertise: Annotated[str, Parameter(help="Its --advertise.")] = "",
     api_key: Annotated[Path | None, Parameter(help="A file with an API key, for engines that ask for one.")] = None,
     json: Json = False,
 ) -> int:
-    """Lists what this host has and lacks, with a command to fix each problem; status 1 if something required is
-    missing. With two URLs compares the engines there, before their first request; status 1 if they do not fit."""
+    """Lists what this host has and lacks; with two URLs compares the engines there."""
     if prefill_url or decode_url:
         from . import engine_facts
 
@@ -72,10 +69,8 @@ def keygen(
     name: Annotated[str, Parameter(help="The node's name, optionally with a directory.")],
     /,
     *,
-    tp_size: Annotated[
-        int, counted("Ranks of a worker that share the heads: a key for each, beside its leader's.")
-    ] = 1,
-    pp_size: Annotated[int, counted("Stages of a worker that share the layers: the same.")] = 1,
+    tp_size: Annotated[int, counted("Ranks that share the heads: a key for each, beside its leader's.")] = 1,
+    pp_size: Annotated[int, counted("Stages that share the layers: the same.")] = 1,
     json: Json = False,
 ) -> int:
     """Writes NAME.key, which stays secret, and NAME.pub, a line for the allow-list of every peer."""

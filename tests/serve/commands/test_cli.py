@@ -75,6 +75,8 @@ def run_in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["prefill", "--slotz", "3"], ["--slotz", "--slots?"]),
         (["prefill", "--limits.windows", "3"], ["--limits.windows", "--limits.window?"]),
         (["prefil"], ["prefil", "prefill"]),
+        (["router", "--http", "127.0.0.1:1"], ["--http.", "--listen HOST:PORT?"]),
+        (["decode", "--port=8100"], ["--port.", "--http HOST:PORT?"]),
         (["bench", "copies"], ["copies", "copy"]),
         (["prefill", "--slots", "many"], ["--slots", "many", "int"]),
         (["prefill", "--huge-pages", "never"], ["--huge-pages"]),

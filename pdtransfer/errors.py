@@ -1,4 +1,4 @@
-"""Exceptions, split by blame: misuse by the caller, a breach by a peer, or a failure of the world."""
+"""Exceptions, by who caused them: the caller, a peer or the world. docs/troubleshooting.md has what to do."""
 
 from __future__ import annotations
 

@@ -39,9 +39,7 @@ def demo(
     config: Annotated[DemoConfig | None, FLAT] = None,
     *,
     router: Annotated[str, Parameter(help="Use the running router at this URL, and start nothing.")] = "",
-    metrics: Annotated[
-        tuple[str, ...], Parameter(help="host:port of a decode daemon behind it; may be repeated.")
-    ] = (),
+    metrics: Annotated[tuple[str, ...], Parameter(help="host:port of a decode daemon there; may be repeated.")] = (),
 ) -> int:
     """Runs the demo."""
     from .demo import run

@@ -28,3 +28,12 @@ def test_the_program_of_the_clients_document_lands_a_room() -> None:
 
 
 async def test_engine_serves_completions_behind_a_router(tmp_path: Path) -> None:
+    own = {"engine": "examples.engine:create", "engine_option": ()}
+    async with running(tmp_path, prefills=[own | {"chunk_tokens": 64}], decodes=[own]) as site:
+        for prompt in ("once", "upon a time " * 40):
+            answer = await site.complete(prompt, max_tokens=20)
+            assert (answer.status, answer.text) == (200, engine.text(prompt, 20)), answer
+        for name, value in {"top_k": 5, "presence_penalty": 1, "logprobs": 0}.items():  # it would ignore them
+            answer = await site.complete("once", **{name: value})
+            assert (answer.status, answer.error["code"], name in answer.error["message"]) == (400, "refused", True)
+        await site.settled()

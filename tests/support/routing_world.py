@@ -12,9 +12,10 @@ import numpy as np
 
 from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish, Refusal
+from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.routing import Routing
+from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
 from pdtransfer.serve.worker.service import Service, StartRoom, StopRoom
 from pdtransfer.wire import Begin, End, Identity, Load, Message, Ranks, Sampling, decode, encode, pack_ids, unpack_ids
 
@@ -188,7 +189,7 @@ class World:
         )
         self.perform(self.routing.start(self.now))
 
-    def submit(self, wanted: CompletionRequest) -> int | Refusal:
+    def submit(self, wanted: CompletionRequest) -> int | AnswerFailedError:
         taken = self.routing.submit(wanted, self.now)
         if isinstance(taken, Accepted):
             self.requests[taken.request] = wanted

@@ -8,9 +8,10 @@ import numpy as np
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.peers import Send
-from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish, Refusal, RoutingEffect
+from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish, RoutingEffect
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.routing import Routing
+from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
 from pdtransfer.wire import Begin, Identity, Message, Ranks, Sampling, pack_ids, unpack_ids
 
 from .process import Alarm, Process
@@ -95,7 +96,7 @@ class RouterNode(Process):
         sampling = Sampling(client.max_tokens, temperature=1.0)  # each room has to know what was generated before it
         request = CompletionRequest(prompt=client.prompt, sampling=sampling, enable_resume=resumed)
         taken = self.core.submit(request, self.clock)
-        if isinstance(taken, Refusal):
+        if isinstance(taken, AnswerFailedError):
             client.over(f"refused {taken.cause.value}")
             return
         assert isinstance(taken, Accepted)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Refusal
+from pdtransfer.serve.router.backends.daemons.router_effects import Accepted
 from pdtransfer.serve.router.backends.daemons.routing import Routing
+from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
 from pdtransfer.wire import Load, Ping, Pong, Welcome
 from tests.support.routing_world import LIMITS, identity, request
 
@@ -38,7 +39,7 @@ class Bench:
         self.effects = [effect for message in messages for effect in self.routing.receive(peer, message, self.now)]
         return self.effects
 
-    def submit(self, *args, **more) -> Accepted | Refusal:
+    def submit(self, *args, **more) -> Accepted | AnswerFailedError:
         taken = self.routing.submit(request(*args, **more), self.now)
         self.effects = taken.effects if isinstance(taken, Accepted) else []
         return taken

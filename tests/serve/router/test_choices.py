@@ -18,8 +18,9 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.daemons.answer import TURN_TOKENS_MAX, Answer, AnswerText, Choice
 from pdtransfer.serve.router.backends.daemons.answers import LOGPROBS_INLINE_MAX, AnswerForm
-from pdtransfer.serve.router.backends.daemons.router_effects import Finish, Refusal, RoomReport
+from pdtransfer.serve.router.backends.daemons.router_effects import Finish, RoomReport
 from pdtransfer.serve.router.front.client_request import ClientRequest
+from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
 from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.wire import End, Logprobs, unpack_ids
 from tests.serve.router.router_site import LIMITS, Site, parse, site
@@ -178,7 +179,8 @@ async def test_a_room_that_cannot_begin_takes_the_others_with_it(site: Site, mon
 
     def refusing(request, now):
         calls.append(request)
-        return Refusal(Cause.FULL, "full", 1_000) if len(calls) == 3 else submit(request, now)
+        full = AnswerFailedError("full", Cause.FULL, retry_ms=1_000)
+        return full if len(calls) == 3 else submit(request, now)
 
     monkeypatch.setattr(site.backend.routing, "submit", refusing)
     status, content, response = await site.post(prompt="abc", n=4, max_tokens=2)

@@ -21,7 +21,6 @@ from pdtransfer.serve.router.backends.daemons.router_effects import (
     Accepted,
     Emit,
     Finish,
-    Refusal,
     WorkerChanged,
     WorkerLeft,
 )
@@ -34,6 +33,7 @@ from pdtransfer.serve.router.fleet.fleet_changes import LOOK_S, FleetChanges
 from pdtransfer.serve.router.fleet.membership import Membership
 from pdtransfer.serve.router.fleet.roles import Departure, Role
 from pdtransfer.serve.router.fleet.status import WorkerStatus
+from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.wire import Begin, End, Ended, Goodbye, Hello, Load, Ping, Pong, Tokens, Welcome, pack_ids
@@ -151,8 +151,7 @@ def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once(fleet: Fleet) -> N
     assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Hello)]
     assert not fleet.routing.workers.models()
     assert room not in {room.id for room in fleet.routing.rooms if room.is_open}
-    refused = fleet.routing.submit(request(), fleet.now)
-    assert isinstance(refused, Refusal)
+    assert isinstance(fleet.routing.submit(request(), fleet.now), AnswerFailedError)
 
 
 def test_a_worker_that_is_added_is_greeted_and_gets_rooms(fleet: Fleet) -> None:

@@ -16,7 +16,7 @@ from ...front.json_bodies import AnswerFailedError
 from ...front.text import TextCodec
 from .answers import LOGPROBS_INLINE_MAX, AnswerForm, EndedChoice, ScoredToken, TextPiece, usage_of
 from .completions import Completion
-from .router_effects import Fail, Finish, Refusal, Retry
+from .router_effects import Fail, Finish, Retry
 
 
 class AnswerText:
@@ -266,7 +266,7 @@ class Answer:
             if choice.ended is not None:
                 continue
             if isinstance(choice.end, Fail):
-                raise failed_answer(choice.end)
+                raise AnswerFailedError(choice.end.detail, choice.end.cause, retry_ms=choice.end.retry_ms)
             ids, logprobs = choice.take(left)
             left -= len(ids)
             if (piece := choice.advance(ids, logprobs)) is not None:
@@ -317,8 +317,3 @@ class Answer:
         """As AnswerStream.close. A room knows itself whether it is complete."""
         del complete
         self._close()
-
-
-def failed_answer(end: Fail | Refusal) -> AnswerFailedError:
-    """The error of a room that failed, or was not accepted."""
-    return AnswerFailedError(end.detail, end.cause, retry_ms=end.retry_ms)

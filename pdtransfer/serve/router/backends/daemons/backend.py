@@ -29,13 +29,13 @@ from ...fleet.status import WorkerStatus
 from ...front.backend import BackendState, Paths
 from ...front.body_readers import BodyReading
 from ...front.client_request import ClientRequest
-from ...front.json_bodies import Read, RefusedRequestError, WholeAnswer
+from ...front.json_bodies import AnswerFailedError, Read, RefusedRequestError, WholeAnswer
 from ...front.status import RouterMetrics
 from ...front.text import load_text
-from .answer import Answer, AnswerText, Choice, failed_answer
+from .answer import Answer, AnswerText, Choice
 from .answers import AnswerForm, models, one_model
 from .completions import Completion, ReadBody, completion_of, detokenized, read_body, tokenized
-from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
+from .router_effects import Emit, Fail, Finish, Retry, RoutingEffect, WorkerChanged, WorkerLeft
 from .router_rooms import rooms_by_progress
 from .routing import Routing
 from .routing_metrics import RoutingMetrics
@@ -285,8 +285,8 @@ class Daemons:
             if choices:
                 await asyncio.sleep(0)  # The prompts of many rooms take their time: others have their turn.
             accepted = self.routing.submit(room, self._clock.now())
-            if isinstance(accepted, Refusal):
-                raise failed_answer(accepted)
+            if isinstance(accepted, AnswerFailedError):
+                raise accepted
             text = AnswerText(self.text, room.sampling, request.stops, keep_stop=request.keep_stop)
             echo = request.echoes[index // request.n] if request.echoes else ""
             stop = partial(self._stop, accepted.request)

@@ -96,12 +96,3 @@ class Accepted:
 
     request: int
     effects: list[RoutingEffect]
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The request was refused; fields as in Fail."""
-
-    cause: Cause
-    detail: str
-    retry_ms: int

@@ -33,6 +33,7 @@ from .....wire import (
     unpack_logprobs,
 )
 from ...fleet.roles import NoPair, Role
+from ...front.json_bodies import AnswerFailedError
 from .placement import WorkerPair
 from .router_effects import (
     FINAL_CAUSES,
@@ -41,7 +42,6 @@ from .router_effects import (
     Emit,
     Fail,
     Finish,
-    Refusal,
     Retry,
     RoomReport,
     RoutingEffect,
@@ -102,19 +102,20 @@ class Routing:
         due = [when for when in (self._timers.next(), self.workers.timers.next()) if when is not None]
         return min(due, default=None)
 
-    def submit(self, request: CompletionRequest, now: float) -> Accepted | Refusal:
-        """Begins a room for the request on the least loaded pair of workers."""
+    def submit(self, request: CompletionRequest, now: float) -> Accepted | AnswerFailedError:
+        """Begins a room for the request on the least loaded pair of workers, or returns why it cannot."""
+        retry_ms = self._limits.resend_ms_max
         if self._closed:
-            return Refusal(Cause.SHUTDOWN, "the router shuts down", self._limits.resend_ms_max)
+            return AnswerFailedError("the router shuts down", Cause.SHUTDOWN, retry_ms=retry_ms)
         # Rooms being cancelled count, because their workers still hold them.
         if len(self._rooms) >= self._limits.rooms_max:
             text = f"rooms: {len(self._rooms)} of rooms_max {self._limits.rooms_max}"
-            return Refusal(Cause.FULL, text, self._limits.resend_ms_max)
+            return AnswerFailedError(text, Cause.FULL, retry_ms=retry_ms)
         request, pair = self._choose(request, (), now, may_stay=True)
         if isinstance(pair, NoPair):
             if pair.retry_ms is None:
-                return Refusal(Cause.PEER_LOST, pair.detail, self._limits.resend_ms_max)
-            return Refusal(Cause.FULL, pair.detail, pair.retry_ms)
+                return AnswerFailedError(pair.detail, Cause.PEER_LOST, retry_ms=retry_ms)
+            return AnswerFailedError(pair.detail, Cause.FULL, retry_ms=pair.retry_ms)
         so_far = AnswerSoFar(request) if request.enable_resume else None
         room = self._open(request, pair, None, so_far, None, now + self._limits.room_deadline_ms / 1e3, now)
         return Accepted(room.request_id, self._take())

@@ -1,80 +1,45 @@
-"""Timers against the obvious model, a dict of times."""
+"""Timers against the obvious model, a dict of times in the order of setting."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdtransfer.handoff.timers import Timers
+from pdtransfer.handoff.timers import TimerKey, Timers
 
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("set"), st.integers(0, 5), st.integers(0, 9)),
-        st.tuples(st.just("clear"), st.integers(0, 5), st.just(0)),
-        st.tuples(st.just("pop"), st.integers(0, 9), st.just(0)),
-    ),
-    max_size=60,
-)
+KEYS: list[TimerKey] = [("alive", "tcp://p", 0), ("alive", 7, 0), ("hello", "tcp://p", 1)]  # are never compared
+WHAT = st.sampled_from(["set", "clear", "pop"])
 
 
-@given(steps)
-def test_each_key_is_due_once_at_the_last_time_that_was_set(steps: list[tuple[str, int, int]]) -> None:
-    timers: Timers[int] = Timers()
-    model: dict[int, int] = {}
+@given(st.lists(st.tuples(WHAT, st.sampled_from(KEYS), st.integers(0, 4)), max_size=40))
+def test_each_key_is_due_once_at_its_last_time_and_equal_times_in_the_order_of_setting(
+    steps: list[tuple[str, TimerKey, int]],
+) -> None:
+    timers, model = Timers[TimerKey](), dict[TimerKey, int]()
     for what, key, when in steps:
-        match what:
-            case "set":
-                timers.set(key, when)
-                model[key] = when
-            case "clear":
-                timers.clear(key)
-                model.pop(key, None)
-            case _:
-                now, due = key, []
-                while (popped := timers.pop(now)) is not None:
-                    due.append((model.pop(popped), popped))
-                assert [at for at, _ in due] == sorted(at for at, _ in due)
-                assert all(at <= now for at, _ in due)
-                assert all(at > now for at in model.values())
+        if what == "set":
+            model.pop(key, None)
+            model[key] = when
+            timers.set(key, when)
+        elif what == "clear":
+            model.pop(key, None)
+            timers.clear(key)
+        else:
+            first = min(model, key=model.__getitem__, default=None)  # of equal ones the first that was set
+            due = first if first is not None and model[first] <= when else None
+            assert timers.pop(when) == due
+            if due is not None:
+                del model[due]
         assert timers.next() == min(model.values(), default=None)
-        assert len(timers) == len(model)
-        assert all((key in timers) == (key in model) for key in range(6))
+        assert (len(timers), {each for each in KEYS if each in timers}) == (len(model), set(model))
 
 
-def test_equal_times_come_in_the_order_in_which_they_were_set() -> None:
-    timers: Timers[str] = Timers()
-    for key in "cab":
-        timers.set(key, 1.0)
-    assert [timers.pop(1.0) for _ in range(4)] == ["c", "a", "b", None]
-
-
-def test_nothing_is_due_before_its_time() -> None:
-    timers: Timers[str] = Timers()
-    timers.set("a", 2.0)
-    assert timers.pop(1.999) is None
-    assert timers.pop(2.0) == "a"
-
-
-def test_keys_of_several_types_are_never_compared() -> None:
-    timers: Timers[tuple[str, str | int, int]] = Timers()
-    timers.set(("alive", "tcp://p", 0), 1.0)
-    timers.set(("alive", 7, 0), 1.0)
-    assert timers.pop(1.0) == ("alive", "tcp://p", 0)
-
-
-def test_moving_a_key_over_and_over_keeps_the_heap_small() -> None:
-    timers: Timers[str] = Timers()
-    for number in range(10_000):
-        timers.set("always", 5.0)
-        timers.set("to and fro", float(number % 2))
-    assert len(timers._heap) < 200
-
-
-def test_moving_a_key_over_and_over_loses_no_other() -> None:
+def test_moving_a_key_over_and_over_keeps_the_heap_small_and_loses_no_other() -> None:
     """The heap is made anew without its stale entries, again and again."""
-    timers: Timers[int] = Timers()
-    for key in range(50):
-        timers.set(key, 100.0 + key)
-    for number in range(2_000):
-        timers.set(50, float(number))
-    assert [timers.pop(1_000.0) for _ in range(51)] == [*range(50), None]
+    timers, times = Timers[int](), {key: 100.0 + key * 37 % 50 for key in range(50)}
+    for key, when in times.items():
+        timers.set(key, when)
+    for number in range(10_000):
+        timers.set(50, 100.0 + number % 50)
+        assert len(timers._heap) < 64 + 5 * 51
+    assert [timers.pop(1_000.0) for _ in range(52)] == [*sorted(times, key=times.__getitem__), 50, None]

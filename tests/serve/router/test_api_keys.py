@@ -18,6 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdtransfer.errors import ConfigError
+from pdtransfer.limits import API_KEYS_MAX
 from pdtransfer.serve.process.http import Health, HttpListener, application, requests_log
 from pdtransfer.serve.process.request_lines import fields_of
 from pdtransfer.serve.process.signals import reload_on_hangup
@@ -76,6 +77,7 @@ def certificate(directory: Path, name: str, of: tuple[str, ...] = EC) -> tuple[P
         (f"{A} burst=3", "keys:1: word 2: a line is"),
         (f"{A} a\n\n{B} a", "keys:3: name: 'a' is already in line 1"),
         (f"{A} a\n# {B}\n{A} b", "keys:3: key: the same as in line 1"),
+        pytest.param("\n".join(f"{n:016}" for n in range(API_KEYS_MAX + 1)), "keys:4097: more than 4096", id="too many"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number_and_its_key_is_not_shown(text: str, error: str) -> None:
@@ -140,14 +142,11 @@ def test_a_key_has_its_limits_and_keeps_its_use_when_the_file_is_read_again() ->
 def test_a_rate_lets_a_second_of_requests_through_at_once_and_returns_when_to_come_again() -> None:
     key = keys_of(f"{A} rate=2").find(f"Bearer {A}")
     assert key is not None
-    for _ in range(2):
-        with key.use(100.0):
-            pass
+    assert used(key, 100.0, 2) == 2
     with pytest.raises(RefusedRequestError) as refused, key.use(100.0):
         pass
     assert 400 <= refused.value.retry_ms <= 501
-    with key.use(100.0 + refused.value.retry_ms / 1e3):
-        pass
+    assert used(key, 100.0 + refused.value.retry_ms / 1e3, 1) == 1
 
 
 def used(key: ApiKey, now: float, times: int) -> int:

@@ -136,14 +136,14 @@ def test_rates_and_quantiles_are_of_the_latest_requests() -> None:
     now = [0.0]
     recent = RecentRequests(lambda: now[0])
     assert recent.first_token_ms() is None
-    for index in range(100):
-        now[0] = 100.0 + index / 100
+    for index in range(200):
+        now[0] = 100.0 + index / 200
         recent(ended(first_token_s=index / 1_000))
     now[0] = 101.0
-    assert recent.requests_s == 100 / RATE_S
+    assert recent.requests_s == 200 / RATE_S
     times = recent.first_token_ms()
     assert times is not None
-    assert (times["p50"], times["p99"]) == (pytest.approx(49.0), pytest.approx(98.0))
+    assert (times["p50"], times["p99"]) == (pytest.approx(99.0), pytest.approx(197.0))
     now[0] = 200.0
     assert (recent.requests_s, recent.first_token_ms()) == (0.0, None)
 

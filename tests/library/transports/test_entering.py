@@ -140,8 +140,8 @@ def test_a_call_enters_a_step_of_what_is_missing_and_returns_the_rest(monkeypatc
     assert left.tolist() == [[STEP, 5 * STEP], [6 * STEP, 8 * STEP]]
     left = it.arena.enter(left)
     assert it.order == [1, 2, 0, 3], "what is there costs no call"
-    left = it.arena.enter(left)
-    assert left.tolist() == [[6 * STEP, 8 * STEP]]
+    assert it.arena.enter(left).tolist() == [[6 * STEP, 8 * STEP]]
+    assert it.arena.enter(np.array([[0, 5 * STEP], [6 * STEP, 8 * STEP]])).tolist() == [[7 * STEP, 8 * STEP]]
     it.enter(0, 9)
     assert it.arena.whole
     assert len(it.arena.enter(left)) == 0

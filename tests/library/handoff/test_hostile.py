@@ -499,6 +499,9 @@ def test_no_prefill_speaks_on_a_session_of_another() -> None:
         effects = end.receive(message, peer=P2)
         assert refusal(effects) == f"session: {honest.session:#x} is not a session of {P2}"
         assert of(effects, fx.RoomFailed) == []
+    end.core.dial("tcp://p9:1", 0.0)
+    unmet = end.receive(Landed(honest.session, honest.grant, 240, b""), peer="tcp://p9:1")
+    assert sent(unmet, Reject) == [], "it may be that session's peer"
     assert end.core.prefill_peers.peers[P2].up.id == theirs
     assert of(end.land(honest, P), fx.RoomReady)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdtransfer.handoff.prefix import PrefixCache, block_tokens_of
-from pdtransfer.handoff.prefix_keys import block_keys, root_key
+from pdtransfer.handoff.prefix_keys import RunningKeys, block_keys, root_key
 from pdtransfer.handoff.slot_allocator import Holding, SlotAllocator, slots_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.limits import Limits
@@ -268,6 +268,10 @@ def test_keys_are_equal_exactly_as_far_as_the_prompts_are(one: list[int], other:
     assert (len(first), len(second)) == (len(one) // 3, len(other) // 3)
     for index, (a, b) in enumerate(zip(first, second, strict=False)):
         assert (a == b) == (one[: 3 * index + 3] == other[: 3 * index + 3])
+    running = RunningKeys(root, ids(one), block_tokens=3, blocks_max=100)
+    for piece in (other[:2], other[2:]):
+        running.generated(ids(piece))
+    assert tuple(running.keys) == block_keys(root, ids(one + other[:-1]), block_tokens=3, blocks_max=100)
 
 
 def test_equal_tokens_of_another_model_weights_or_salt_share_nothing() -> None:
@@ -323,7 +327,17 @@ def test_blocks_that_a_waiting_room_shares_are_not_evicted_for_it() -> None:
     one.drop(landed(one, [2] * 24))
     holding = landed(one, [1] * 32 + [3] * 30)
     assert holding.prefix == 32
-    assert one.evicted_blocks == 3
+    assert (one.evicted_blocks, one.hit_tokens, one.queried_tokens) == (3, 32, 14 * BLOCK)
+
+
+def test_a_block_may_lie_in_two_runs() -> None:
+    one = cache()
+    rooms = [one.allocate([rows, 0, 0], []) for rows in (12, 8, 12, 48)]
+    for room in rooms[::2]:
+        assert room is not None
+        one.drop(room)
+    runs = [block.runs[0] for block in landed(one, [1] * 24).blocks]
+    assert runs == [((20, 8),), ((28, 4), (0, 4)), ((4, 8),)]
 
 
 def test_the_last_block_s_tokens_and_growth_are_never_shared() -> None:

@@ -77,7 +77,7 @@ def certificate(directory: Path, name: str, of: tuple[str, ...] = EC) -> tuple[P
         (f"{A} burst=3", "keys:1: word 2: a line is"),
         (f"{A} a\n\n{B} a", "keys:3: name: 'a' is already in line 1"),
         (f"{A} a\n# {B}\n{A} b", "keys:3: key: the same as in line 1"),
-        pytest.param("\n".join(f"{n:016}" for n in range(API_KEYS_MAX + 1)), "keys:4097: more than 4096", id="too many"),
+        pytest.param("\n".join(f"{n:016}" for n in range(API_KEYS_MAX + 1)), "keys:4097: more than 4096", id="many"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number_and_its_key_is_not_shown(text: str, error: str) -> None:
@@ -105,20 +105,9 @@ def test_only_a_known_key_is_found() -> None:
     assert unnamed.name == "line-3"
     assert keys.find(basic(f"anybody:{A}")) is found, "as a browser asks for the status page"
     wrong = [
-        basic(A),
-        basic(f"x:{A}y"),
-        "Basic %",
-        basic("x" * 900),
-        basic("\u00e9:"),
-        None,
-        "",
-        A,
-        f"Basic {A}",
-        f"Bearer {A}x",
-        f"Bearer {A[:-1]}",
-        "Bearer " + "x" * 9_000,
-        "Bearer \u00e9",
-    ]
+        basic(A), basic(f"x:{A}y"), "Basic %", basic("x" * 900), basic("\u00e9:"), None, "", A, f"Basic {A}",
+        f"Bearer {A}x", f"Bearer {A[:-1]}", "Bearer " + "x" * 9_000, "Bearer \u00e9",
+    ]  # fmt: skip
     assert [keys.find(each) for each in wrong] == [None] * len(wrong)
     assert keys.refused == len(wrong)
     assert A not in repr(found), "no secret in a repr"

@@ -192,17 +192,22 @@ async def test_a_process_that_starts_slowly_is_not_the_clients_fault(monkeypatch
 
 
 async def test_a_turn_that_comes_as_its_request_leaves_is_the_next_ones() -> None:
-    errors: list[dict[str, object]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    errors, loop = list[dict[str, object]](), asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
     async with readers() as its:
         frozen(process := await idle(its))
-        reading = asyncio.create_task(its.read(COMPLETION, LARGE, lambda: leaving.cancel() and None))
+
+        def leave() -> None:
+            early.cancel()
+            loop.call_soon(late.cancel)
+
+        reading = asyncio.create_task(its.read(COMPLETION, LARGE, leave))
         await until(lambda: its.under_way)
-        leaving, last = [asyncio.create_task(its.read(COMPLETION, LARGE, nothing)) for _ in range(2)]
-        await until(lambda: len(its.waiting) == 2)
+        early, late, last = [asyncio.create_task(its.read(COMPLETION, LARGE, nothing)) for _ in range(3)]
+        await until(lambda: len(its.waiting) == 3)
         os.kill(process.pid, signal.SIGCONT)
         await asyncio.gather(reading, last)
-        assert leaving.cancelled()
+        assert [each.cancelled() for each in (early, late)] == [True, True]
         assert (await idle(its)).pid == process.pid
     assert not errors
 
@@ -216,7 +221,7 @@ async def test_the_shortest_body_is_read_next_and_who_leaves_gives_its_turn_back
         await until(lambda: len(its.waiting) == 4)
         tasks[2].cancel()
         await asyncio.wait([tasks[2]])
-        assert order == [len(bodies[2])], "it waits for nobody"
+        assert (order, len(its.waiting)) == ([len(bodies[2])], 3), "it waits for nobody"
         tasks[0].cancel()
         await asyncio.wait([tasks[0]])
         assert len(order) == 1, "its body is still being read"

@@ -444,18 +444,12 @@ BAD_ENDS: dict[str, tuple[Callable[[Grant], Message], str]] = {
         lambda g: Failed(g.session, 99, "engine", "", quiescent=True),
         "Failed.grant: 99 was never granted, the next is 2",
     ),
-    "Granted never granted": (
-        lambda g: Granted(g.session, 99),
-        "Granted.grant: 99 was never granted, the next is 2",
-    ),
+    "Granted never granted": (lambda g: Granted(g.session, 99), "Granted.grant: 99 was never granted, the next is 2"),
     "more bytes ready than there are": (
         lambda g: Registered(g.session, ARENA_BYTES + 1),
         f"Registered.bytes_ready: {ARENA_BYTES + 1}, the arena has {ARENA_BYTES}",
     ),
-    "what only decode says": (
-        lambda g: Abort(g.session, g.grant),
-        "kind: Abort is not a message from prefill to decode",
-    ),
+    "a word of decode": (lambda g: Abort(g.session, g.grant), "kind: Abort is not a message from prefill to decode"),
 }
 
 

@@ -196,12 +196,9 @@ async def test_a_turn_that_comes_as_its_request_leaves_is_the_next_ones() -> Non
     loop.set_exception_handler(lambda _, context: errors.append(context))
     async with readers() as its:
         frozen(process := await idle(its))
-
-        def leave() -> None:
-            early.cancel()
-            loop.call_soon(late.cancel)
-
-        reading = asyncio.create_task(its.read(COMPLETION, LARGE, leave))
+        reading = asyncio.create_task(
+            its.read(COMPLETION, LARGE, lambda: early.cancel() and loop.call_soon(late.cancel) and None)
+        )
         await until(lambda: its.under_way)
         early, late, last = [asyncio.create_task(its.read(COMPLETION, LARGE, nothing)) for _ in range(3)]
         await until(lambda: len(its.waiting) == 3)

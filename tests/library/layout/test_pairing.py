@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from pdtransfer.errors import LayoutMismatchError
 from pdtransfer.layout.layout import Layout
-from pdtransfer.layout.layout_builders import HOST_LAYOUTS
-from pdtransfer.layout.pairing import Pairing, pair
+from pdtransfer.layout.pairing import pair
 from pdtransfer.limits import FIELDS_MAX, PLANES_MAX
 from tests.support.effort import some
-from tests.support.layout_tensors import Model, Pool, dsa_index, mha, mla, models, plane, pools
+from tests.support.layout_tensors import Model, Pool, mha, mla, models, plane, pools
 
 bounded = settings(max_examples=some(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -44,45 +43,20 @@ def test_every_layout_pairs_with_every_other_of_its_model(data: Any) -> None:
     assert pairing.row_bytes == source.layout.row_bytes == target.layout.row_bytes
     assert (np.diff(pairing.table[:, 3]) > 0).all()
     assert (pairing.source_slots, pairing.target_slots) == (source.slots, target.slots)
-
-
-def linear(pairing: Pairing) -> tuple[bool, bool]:
-    for page_size, strides in ((pairing.source_page_size, [1, 2]), (pairing.target_page_size, [4, 5])):
-        if page_size == 1:
-            assert (pairing.table[:, strides[0]] == pairing.table[:, strides[1]]).all()
-    return pairing.source_page_size == 1, pairing.target_page_size == 1
-
-
-def test_a_side_without_gaps_between_pages_has_page_size_1_in_the_pairing() -> None:
-    model = mha()
-    sides = [pool_of(name, model) for name in HOST_LAYOUTS]
-    assert [linear(pair(side, sides[0])) for side in sides] == [
-        (True, True),
-        (True, True),
-        (False, True),
-        (False, True),
-    ]
-    assert [linear(pair(sides[0], side)) for side in sides] == [
-        (True, True),
-        (True, True),
-        (True, False),
-        (True, False),
-    ]
-    single = [pool_of(name, model, page_size=1) for name in HOST_LAYOUTS]
-    assert all(linear(pair(side, other)) == (True, True) for side in single for other in single)
-    one_page = [pool_of(name, model, page_size=64) for name in HOST_LAYOUTS]
-    assert all(linear(pair(side, other)) == (True, True) for side in one_page for other in one_page)
-    index = [pool_of(name, dsa_index(), page_size=64, slots=128) for name in HOST_LAYOUTS[:3]]
-    assert not any(any(linear(pair(side, other))) for side in index for other in index)
-
-
-def test_wide_rows_split_where_the_other_side_splits() -> None:
-    wide, split = pool_of("page_first", mha(heads=range(4))), pool_of("page_head", mha(heads=range(4)))
-    halves = [pool_of("page_first", mha(heads=range(4))).heads(first, first + 2) for first in (0, 2)]
-    cut = Layout(halves[0].planes + halves[1].planes, wide.page_size, wide.slots)
-    counts = {"wide": (wide, wide, 6), "head": (wide, split, 24), "cut": (wide, cut, 12), "both": (cut, split, 24)}
-    for source, target, count in counts.values():
-        assert len(pair(source, target).table) == len(pair(target, source).table) == count
+    sides = (source.layout, pairing.source_page_size, 1), (target.layout, pairing.target_page_size, 4)
+    for layout, page_size, strides in sides:
+        slots = np.arange(layout.slots)
+        steps = [set(np.diff(layout.address(index, slots)).tolist()) for index in range(len(layout.planes))]
+        one_stride = all(len(of_plane) <= 1 for of_plane in steps)
+        assert page_size == (1 if one_stride else layout.page_size), "a side without gaps has no pages to cross"
+        assert not one_stride or (pairing.table[:, strides] == pairing.table[:, strides + 1]).all()
+    cuts = {
+        (plane.kind, plane.layer, head)
+        for layout, *_ in sides
+        for plane in layout.planes
+        for head in (plane.head_start, plane.head_start + plane.head_count)
+    }
+    assert len(pairing.table) == len(cuts) - len({cut[:2] for cut in cuts}), "split where either side splits alone"
 
 
 def test_within_layers_keeps_exactly_those_layers() -> None:

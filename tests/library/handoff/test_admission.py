@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdtransfer.errors import ArenaFullError
 from pdtransfer.handoff.admission import Admission, Demand
 from pdtransfer.handoff.prefix import PrefixCache
-from pdtransfer.handoff.slot_allocator import SlotAllocator
+from pdtransfer.handoff.slot_allocator import Holding, SlotAllocator
 from pdtransfer.limits import Limits
 from tests.library.sim.pools import components
 
@@ -24,41 +26,44 @@ def demand(rows: int, inflight_bytes: int = 0) -> Demand:
     return Demand((rows, rows // 4), inflight_bytes)
 
 
-def test_rooms_are_admitted_in_the_order_in_which_they_came() -> None:
-    queue, _ = admission()
-    for room in (3, 1, 2):
-        queue.enqueue(room, demand(10))
-    order = []
-    while (head := queue.head()) is not None:
-        order.append(head)
-        assert queue.admit(0.0) is not None
-    assert order == [3, 1, 2]
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("enqueue"), st.integers(1, 40), st.sampled_from([0, 400, 600, 1_001, 5_000])),
+        st.tuples(st.sampled_from(["admit", "admit", "withdraw", "land", "drop"]), st.integers(0, 9), st.just(0)),
+    ),
+    max_size=30,
+)
 
 
-def test_a_large_head_is_not_overtaken_by_a_small_room_that_would_fit() -> None:
-    queue, arena = admission()
-    queue.enqueue(1, demand(40))
-    holding = queue.admit(0.0)
-    assert holding is not None
-    queue.enqueue(2, demand(40))
-    queue.enqueue(3, demand(4))
-    assert queue.admit(0.0) is None
-    assert queue.head() == 2
-    assert len(queue) == 2
-    arena.drop(holding)
-    assert queue.admit(0.0) is not None
-    assert queue.head() == 3
-
-
-def test_a_room_that_is_withdrawn_lets_the_next_one_pass() -> None:
-    queue, _ = admission()
-    queue.enqueue(1, demand(100))
-    queue.enqueue(2, demand(4))
-    assert queue.admit(0.0) is None
-    queue.withdraw(1)
-    queue.withdraw(77)
-    assert queue.admit(0.0) is not None
-    assert queue.head() is None
+@given(STEPS)
+def test_the_head_of_the_queue_alone_is_admitted_and_only_if_its_rows_and_bytes_fit(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    queue, arena = admission(Limits(inflight_bytes_max=1_000))
+    waiting, flying, held = dict[int, Demand](), list[tuple[Demand, Holding]](), list[tuple[Demand, Holding]]()
+    for room, (what, number, inflight_bytes) in enumerate(steps):
+        if what == "enqueue":
+            waiting[room] = demand(number, inflight_bytes)
+            queue.enqueue(room, waiting[room])
+        elif what == "withdraw":  # of a room that may not be there
+            waiting.pop(number, None)
+            queue.withdraw(number)
+        elif what == "admit" and waiting:
+            first = waiting[next(iter(waiting))]
+            in_flight = sum(each.inflight_bytes for each, _ in flying)
+            rows_fit = first.rows[0] <= KV - sum(each.rows[0] for each, _ in held)
+            holding = queue.admit(0.0)
+            assert (holding is not None) == (rows_fit and (not in_flight or in_flight + first.inflight_bytes <= 1_000))
+            if holding is not None:
+                del waiting[next(iter(waiting))]
+                flying.append((first, holding))
+                held.append((first, holding))
+        elif what == "land" and flying:
+            queue.landed(*flying.pop(number % len(flying)))
+        elif what == "drop" and held:
+            arena.drop(held.pop(number % len(held))[1])
+        assert (queue.queued, queue.head(), len(queue)) == ([*waiting], next(iter(waiting), None), len(waiting))
+        assert queue.inflight_bytes == sum(each.inflight_bytes for each, _ in flying)
 
 
 def test_what_an_empty_arena_could_not_hold_is_refused_forever() -> None:
@@ -106,32 +111,6 @@ def test_an_idle_hour_does_not_count_as_a_slow_queue() -> None:
     queue.enqueue(9, demand(1))
     assert queue.admit(10 * 3600.0) is not None
     assert queue.retry_ms == 100
-
-
-def test_bytes_in_flight_hold_the_next_room_back_until_they_have_landed() -> None:
-    queue, _ = admission(Limits(inflight_bytes_max=1000))
-    first = demand(1, 600)
-    queue.enqueue(1, first)
-    queue.enqueue(2, demand(1, 401))
-    holding = queue.admit(0.0)
-    assert holding is not None
-    assert queue.inflight_bytes == 600
-    assert queue.admit(0.0) is None
-    queue.landed(first, holding)
-    assert queue.admit(0.0) is not None
-    assert queue.inflight_bytes == 401
-
-
-def test_a_room_larger_than_the_bound_on_bytes_in_flight_goes_alone() -> None:
-    queue, _ = admission(Limits(inflight_bytes_max=1000))
-    small, large = demand(1, 10), demand(1, 5000)
-    queue.enqueue(1, small)
-    queue.enqueue(2, large)
-    holding = queue.admit(0.0)
-    assert holding is not None
-    assert queue.admit(0.0) is None
-    queue.landed(small, holding)
-    assert queue.admit(0.0) is not None
 
 
 def test_bytes_cannot_land_twice() -> None:

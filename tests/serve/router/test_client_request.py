@@ -14,6 +14,7 @@ import pytest
 
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.front.client_request import ClientRequest
+from pdtransfer.serve.router.front.json_bodies import STATUSES
 from pdtransfer.serve.tracing.ended_request import EndedRequest, TraceContext
 from tests.serve.router.router_site import LIMITS, Site
 from tests.support.waiting import until
@@ -115,12 +116,18 @@ async def test_a_request_that_gets_no_room_is_recorded_with_its_reason(
     assert (request.rooms, request.room, request.tokens) == ((), 0, 0)
 
 
+def test_the_cause_of_a_status_has_that_status() -> None:
+    for status in {STATUSES[cause] for cause in Cause if cause is not Cause.ABORTED}:
+        client = ClientRequest.accept("r", "/", {}, traced=False)
+        client.answered(status)
+        assert STATUSES[client.cause or Cause.ABORTED] == status
+
+
 async def test_choices_are_recorded_each_and_together(site: Site) -> None:
     assert (await ask(site, {}, n=3))[0] == 200
     (request,) = requests(site)
     assert sorted(request.rooms) == sorted(room.room for room in rooms(site))
-    assert (len(request.rooms), request.tokens, request.kv_bytes) == (3, 21, 3 * 640)
-    assert request.cached_tokens == 6
+    assert (len(request.rooms), request.tokens, request.kv_bytes, request.cached_tokens) == (3, 21, 3 * 640, 6)
 
 
 async def test_a_client_that_leaves_is_recorded_as_cancelled(site: Site) -> None:
@@ -152,12 +159,6 @@ def test_what_is_no_trace_context_is_none() -> None:
     good = f"00-{TRACE}-{PARENT}-01"
     assert str(TraceContext.parse(good)) == good
     assert TraceContext.parse(good[:-2] + "00") == TraceContext(TRACE, PARENT, sampled=False)
-    for bad in (
-        "",
-        good + "0",
-        good.upper(),
-        "01" + good[2:],
-        good.replace(TRACE, "0" * 32),
-        good.replace(PARENT, "0" * 16),
-    ):
+    of_zeros = good.replace(TRACE, "0" * 32), good.replace(PARENT, "0" * 16)
+    for bad in ("", good + "0", good.upper(), "01" + good[2:], *of_zeros):
         assert TraceContext.parse(bad) is None, bad

@@ -173,8 +173,7 @@ def test_more_answers_than_a_key_may_ever_have_open_are_not_to_be_asked_for_agai
     assert (refused.value.status, refused.value.param) == (400, "n")
     with key.use(1.0), key.use(1.0) as use, pytest.raises(RefusedRequestError) as refused:
         use.widen(2, 1.0)
-    assert refused.value.status == 429
-    assert key.open_count == 0
+    assert (refused.value.status, key.open_count) == (429, 0)
 
 
 def test_a_request_that_raises_is_not_open_any_more() -> None:

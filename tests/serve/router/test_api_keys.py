@@ -108,8 +108,7 @@ def test_only_a_known_key_is_found() -> None:
         basic(A), basic(f"x:{A}y"), "Basic %", basic("x" * 900), basic("\u00e9:"), None, "", A, f"Basic {A}",
         f"Bearer {A}x", f"Bearer {A[:-1]}", "Bearer " + "x" * 9_000, "Bearer \u00e9",
     ]  # fmt: skip
-    assert [keys.find(each) for each in wrong] == [None] * len(wrong)
-    assert keys.refused == len(wrong)
+    assert ([keys.find(each) for each in wrong], keys.refused) == ([None] * len(wrong), len(wrong))
     assert A not in repr(found), "no secret in a repr"
 
 
@@ -161,8 +160,7 @@ def test_however_long_a_key_was_idle_a_second_of_requests_comes_at_once() -> Non
 def test_a_clock_that_goes_back_takes_no_request_away() -> None:
     key = keys_of(f"{A} rate=4").find(f"Bearer {A}")
     assert key is not None
-    assert used(key, 100.0, 2) == 2
-    assert used(key, 40.0, 5) == 2
+    assert (used(key, 100.0, 2), used(key, 40.0, 5)) == (2, 2)
 
 
 def test_more_answers_than_a_key_may_ever_have_open_are_not_to_be_asked_for_again() -> None:

@@ -40,7 +40,7 @@ async def generate(request):
     await asyncio.sleep(0.02)
     if holds and params:
         handed_over.append(params)
-        if len(handed_over) > 10:
+        if len(handed_over) > 11:
             await ending.wait()
     if ending.is_set():
         if hangs:

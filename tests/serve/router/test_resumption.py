@@ -237,16 +237,16 @@ async def test_a_client_gets_one_answer_whose_usage_counts_it_once(site: Site, s
         answer = facts(json.loads(text))
     expected = facts(wanted)
     expected["usage"]["prompt_tokens_details"] = None  # what is cached of an answer is not a cached prompt
-    record = answer.pop("pdtransfer")
-    expected.pop("pdtransfer")
+    record, _ = answer.pop("pdtransfer"), expected.pop("pdtransfer")
     assert answer == expected
     assert (record["resumptions"], record["tokens_digest"], record["kv_digest"]) == (1, None, "03")
     assert (record["decode"], record["room"]) == (second.node, f"{second.begun[0].room:016x}")
     assert site.backend.routing.resumptions == 1
     lost, ended, whole = site.ended[-3:]
     assert [each.resumptions for each in (lost, ended, whole)] == [0, 1, 1]
-    assert (lost.retried, lost.tokens, ended.tokens, whole.tokens) == (True, 6, 10, 16)
-    assert (ended.prompt_tokens, whole.prompt_tokens, whole.cached_tokens) == (10, 5, None)
+    assert (lost.retried, lost.tokens + ended.tokens, whole.tokens) == (True, 16, 16)
+    assert lost.tokens in (3, 6), "a loss may overtake the piece before it"
+    assert (ended.prompt_tokens, whole.prompt_tokens, whole.cached_tokens) == (5 + lost.tokens - 1, 5, None)
     assert whole.rooms == (*lost.rooms, *ended.rooms)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support.paths import REPO
 from tests.support.tiny_tokenizer import write_tokenizer
 from tests.support.vllm_engine import ENVIRONMENT, VENV
 from tests.support.vllm_server import ServerPair
+from tests.support.waiting import standing
 
 AIPERF = REPO / ".venv-aiperf"
 REQUESTS, TOKENS = 8, 32  # the requests that these tests send, and the tokens that each command has generated for one
@@ -55,9 +57,8 @@ def front(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     else:
         template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
         tokenizer = write_tokenizer(folder / "words", context=1_024, template=template)
-        with running(folder) as fleet:
-            url = f"http://{fleet.site.router.ready['http']}"
-            yield Front(url, "stamp-mla", tokenizer)
+        with contextmanager(standing)(running(folder)) as fleet:
+            yield Front(f"http://{fleet.value.router.ready['http']}", "stamp-mla", tokenizer)
 
 
 def test_vllms_benchmark_measures_a_stream_of_each_request(front: Front, tmp_path: Path) -> None:
@@ -84,7 +85,6 @@ def test_aiperf_measures_a_stream_of_each_request(front: Front, tmp_path: Path) 
     # By the usage at the end of each stream.
     assert measured["output_sequence_length"]["sum"] == measured["usage_completion_tokens"]["sum"] == REQUESTS * TOKENS
     assert measured["usage_prompt_tokens"]["count"] == REQUESTS
-    # It reads the router's own metrics as well.
-    metrics = json.loads((tmp_path / "measured" / "server_metrics_export.json").read_text())
+    metrics = json.loads((tmp_path / "measured" / "server_metrics_export.json").read_text())  # the router's own
     assert metrics["summary"]["endpoints_successful"] == [f"{front.url}/metrics"]
     assert "pdtransfer_build_info" in metrics["metrics"]

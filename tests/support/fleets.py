@@ -150,6 +150,10 @@ class Site:
         answer = await self.complete(prompt)
         assert equal(answer, generated(prompt, options=options)), answer
 
+    async def answers(self) -> bool:
+        """Whether a request is answered at all."""
+        return (await self.complete("does it work")).status == 200
+
     # The daemons
 
     async def get(self, daemon: Daemon, path: str, rank: int = 0) -> tuple[int, str]:

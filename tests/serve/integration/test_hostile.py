@@ -291,10 +291,7 @@ async def test_who_takes_an_honest_nodes_name_disturbs_it_and_no_more(site: Site
         await thief.send(Hello(1, 1, identity("decode", _Like(engine), "decode-0")))
         await thief.receive(Welcome)
 
-        async def served() -> bool:
-            return (await site.complete("does it work")).status == 200
-
-        await until(served, "the honest decode has its name back")
+        await until(site.answers, "the honest decode has its name back")
 
 
 # A prefill that lies, and a router that sends decode to it

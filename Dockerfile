@@ -4,6 +4,7 @@
 #   docker build --target worker-torch -t pdtransfer-torch .   the same with torch for CPUs
 #   docker build --target cuda -t pdtransfer-cuda .         the same on a base with CUDA
 #   docker run --rm --init pdtransfer demo
+# A builder without BuildKit makes every stage above the one that is named, so worker stands above what installs torch.
 # deploy/locks has the version and the hashes of each package. Wheels in build/wheels (tools/wheels puts them there) are taken
 # before any index is asked.
 ARG BASE=debian:12-slim
@@ -67,12 +68,6 @@ COPY deploy/image /build/
 RUN /build/finish pdtransfer.serve.worker.daemon,pdtransfer.serve.engines.stamp.factory,mooncake.engine \
         $(dpkg -L ibverbs-providers | grep -E '[.](so|driver)$') $(find /usr/lib -name 'librdmacm.so.1')
 
-FROM worker-packages AS worker-torch-build
-RUN /build/install /opt/pdtransfer torch-cpu --index-url https://download.pytorch.org/whl/cpu
-COPY deploy/image /build/
-RUN /build/finish pdtransfer.serve.worker.daemon,torch,pdtransfer.serve.engines.stamp.factory,mooncake.engine \
-        $(dpkg -L ibverbs-providers | grep -E '[.](so|driver)$') $(find /usr/lib -name 'librdmacm.so.1')
-
 FROM scratch AS worker
 COPY --from=worker-build /image /
 ENV PATH=/opt/pdtransfer/bin:/usr/bin:/bin \
@@ -86,6 +81,12 @@ USER pdtransfer
 WORKDIR /home/pdtransfer
 ENTRYPOINT ["pdtransfer"]
 CMD ["--help"]
+
+FROM worker-packages AS worker-torch-build
+RUN /build/install /opt/pdtransfer torch-cpu --index-url https://download.pytorch.org/whl/cpu
+COPY deploy/image /build/
+RUN /build/finish pdtransfer.serve.worker.daemon,torch,pdtransfer.serve.engines.stamp.factory,mooncake.engine \
+        $(dpkg -L ibverbs-providers | grep -E '[.](so|driver)$') $(find /usr/lib -name 'librdmacm.so.1')
 
 FROM scratch AS worker-torch
 COPY --from=worker-torch-build /image /

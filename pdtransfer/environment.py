@@ -52,7 +52,7 @@ def rank_environment() -> dict[str, str]:
 
 
 def led() -> bool:
-    """Whether this process is a rank that its leader has started, and reads its signal from standard input."""
+    """True if this process is a rank that its leader has started, and reads its signal from standard input."""
     return os.environ.get(_LED) == "1"
 
 

@@ -171,7 +171,7 @@ class Address:
 
     @property
     def wildcard(self) -> bool:
-        """Whether the address can be bound but not dialled."""
+        """True if the address can be bound but not dialled."""
         return self.host == "*" or (is_literal(self.host) and ipaddress.ip_address(self.host).is_unspecified)
 
 
@@ -202,7 +202,7 @@ class Endpoint:
 
 
 def is_literal(host: str) -> bool:
-    """Whether `host` is an IPv4 or IPv6 address, not a name to resolve."""
+    """True if `host` is an IPv4 or IPv6 address, not a name to resolve."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -211,7 +211,7 @@ def is_literal(host: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach `tcp://host:port`. A name counts if all its addresses are loopback addresses.
+    """True if only this host can reach `tcp://host:port`. A name counts if all its addresses are loopback addresses.
 
     Raises ConfigError for a name that does not resolve.
     """

@@ -450,20 +450,20 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         With `whole_group` each source is the rank that leads a prefill worker and names its other ranks
         (PrefillClient.set_group): the room waits for all of them.
 
-        `prompt` is the room's token ids, integers (tokens,). Blocks that an earlier prompt with the same first tokens
-        and the same `salt` has left in the arena are not sent again, and this prompt's blocks stay for later rooms; the
-        engine must not write the rows of the prompt. `prefix` is the number of first tokens that are not sent because
+        `prompt` is the room's token ids, integers (tokens,). Blocks of an earlier prompt with the same first tokens and
+        `salt` that are still in the arena are not sent again. This prompt's blocks stay for later rooms: the engine
+        must not write the rows of the prompt. `prefix` is the number of first tokens that are not sent because
         the engine has them elsewhere. With `enable_hisparse`, which the client must allow as well, a component that
         exists in both memories has its rows in DRAM.
 
         With `engine_slots`, and only then, `slots` are those that the engine chose: for each component integers
-        (rows,), one a row of the room. Where the first ones are -1 these rows are not sent, as in a sliding window, nor
-        those of the `prefix`, whose slots other requests may share, nor the last ones of a component of
-        `open_ended` whose slots are -1. RoomReady.slots are those of the rows that are sent.
+        (rows,), one a row of the room. Not sent are the first rows whose slots are -1, as in a sliding window, and the
+        rows of the `prefix`, whose slots other requests may share. Of a component of `open_ended`, the last rows may
+        have -1 as well. RoomReady.slots are those of the rows that are sent.
 
-        Raises LocalProtocolError for a room number that was used before, a count of tokens that is out of bounds, a
-        prompt that is not `tokens` u32 ids, and slots that are missing, repeated or outside the arena. Slots of a room
-        that has not drained fail this room.
+        Raises LocalProtocolError for a room number that was used before and a count of tokens that is out of bounds.
+        It is raised as well for a prompt that is not `tokens` u32 ids, and for slots that are missing, repeated or
+        outside the arena. Slots of a room that has not drained fail this room.
         """
         room, tokens, growth = label(room), integer("tokens", tokens), integer("growth", growth)
         prefix, time_left_s = integer("prefix", prefix), seconds("time_left_s", time_left_s)

@@ -173,7 +173,7 @@ class PrefillNode:
 
     @property
     def idle(self) -> bool:
-        """Whether no room is open, no write is in flight, and no living decode rank has yet to acknowledge an end."""
+        """True if no room is open, no write is in flight, and no living decode rank has yet to acknowledge an end."""
         silent = self._clock.now() - self._silence_s
         waiting = {session.peer for session in self.core.sessions.values() if session.open and session.grants}
         peers = [self.core.peers.get(name) for name in waiting]

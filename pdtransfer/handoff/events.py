@@ -9,7 +9,7 @@ class Event(Protocol):
     """The type of `after=`: torch.cuda.Event, or any object with `query`."""
 
     def query(self) -> bool:
-        """Whether all work before the event is done; never waits."""
+        """True if all work before the event is done; never waits."""
         ...
 
 

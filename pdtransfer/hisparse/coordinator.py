@@ -94,7 +94,7 @@ class _Entry:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing reads or writes its resources. An event that cannot be queried raises: then it is unknown."""
+        """True if nothing reads or writes its resources. An event that cannot be queried raises: then it is unknown."""
         return all(event.query() for event in self.holds)
 
 
@@ -130,7 +130,7 @@ class Coordinator:
 
     @property
     def returning(self) -> bool:
-        """Whether some resources are about to be returned."""
+        """True if some resources are about to be returned."""
         return bool(self._returning)
 
     @property
@@ -150,7 +150,7 @@ class Coordinator:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is known. Then all resources must be free: asserts that none has leaked."""
+        """True if no request is known. Then all resources must be free: asserts that none has leaked."""
         if self._entries:
             return False
         left = (self.capacity.rows - self.rows_free, self.capacity.device_slots - self.device_free)
@@ -214,7 +214,7 @@ class Coordinator:
         return entry.placement
 
     def fits_now(self, request: int) -> bool:
-        """Whether a row and its device slots are free."""
+        """True if a row and its device slots are free."""
         places = self.capacity.places(self._known(request, "fits_now").total)
         return bool(self._rows) and not self._device.lacking(places + 1)
 

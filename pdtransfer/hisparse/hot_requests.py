@@ -129,7 +129,7 @@ class HotRequests:
 
     @property
     def idle(self) -> bool:
-        """Whether there are no requests and all their resources are free."""
+        """True if there are no requests and all their resources are free."""
         return self._scheduler.is_idle
 
     def offer(self, room: int, host_slots: NDArray[np.int64], *, tokens: int, growth: int) -> None:
@@ -141,7 +141,7 @@ class HotRequests:
         self._slots[room] = host_slots
 
     def placed(self, room: int) -> bool:
-        """Whether the next step may run the room."""
+        """True if the next step may run the room."""
         return room in self._placed
 
     def turn(self) -> None:

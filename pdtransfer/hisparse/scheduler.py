@@ -67,7 +67,7 @@ class Scheduler:
 
     @property
     def full(self) -> bool:
-        """Whether a further request must be refused with `retry_ms` (HTTP 429); a daemon checks it first."""
+        """True if a further request must be refused with `retry_ms` (HTTP 429); a daemon checks it first."""
         return self.waiting >= self._limits.hisparse_queue_max
 
     @property
@@ -77,7 +77,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits, runs, or is about to be returned. Checks for leaks each time."""
+        """True if nothing waits, runs, or is about to be returned. Checks for leaks each time."""
         return self.coordinator.is_idle and not (self._newcomers or self._queue or self._placed or self._gone)
 
     def offer(self, request: int, host_slots: Int64s, *, tokens: int, growth: int) -> None:

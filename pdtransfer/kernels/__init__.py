@@ -53,7 +53,7 @@ class NativeCopy:
 
     @property
     def used(self) -> bool:
-        """Whether copies use the compiled function."""
+        """True if copies use the compiled function."""
         return self.copy is not None
 
 

@@ -20,5 +20,5 @@ class CancelWord:
 
     @property
     def is_set(self) -> bool:
-        """Whether `set` was called."""
+        """True if `set` was called."""
         return self._word.value != 0

@@ -51,7 +51,7 @@ def machine_code(kernel: str, architecture: str, cache: Path | None = None) -> b
 
 
 def is_cached(kernel: str, architecture: str, cache: Path | None = None) -> bool:
-    """Whether the cache holds the current sources, compiled. Raises UnusableError without a cache or a source."""
+    """True if the cache holds the current sources, compiled. Raises UnusableError without a cache or a source."""
     return any(private_directory(cache).glob(f"{_stem(kernel, architecture)}-*.cubin"))
 
 

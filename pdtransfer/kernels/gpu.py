@@ -240,7 +240,7 @@ class Gpu:
         self.call("cuStreamWaitEvent", stream, event, 0)
 
     def passed(self, event: Any) -> bool:
-        """Whether the work before the event is done. Raises WorldError if it failed or the query is refused."""
+        """True if the work before the event is done. Raises WorldError if it failed or the query is refused."""
         self.enter()
         (status,) = self.driver.cuEventQuery(event)
         if int(status) == int(self.driver.CUresult.CUDA_ERROR_NOT_READY):
@@ -380,7 +380,7 @@ class CudaEvent:
         self._gpu.record(self._handle, stream)
 
     def query(self) -> bool:
-        """Whether the GPU has passed the event; returns at once. Raises WorldError if work before it failed."""
+        """True if the GPU has passed the event; returns at once. Raises WorldError if work before it failed."""
         return self._gpu.passed(self._handle)
 
     def wait(self) -> None:

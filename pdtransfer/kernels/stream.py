@@ -46,7 +46,7 @@ class Download:
 
     @property
     def ready(self) -> bool:
-        """Whether `get` returns at once."""
+        """True if `get` returns at once."""
         return self._event is None or self._event.query()
 
     def get(self) -> Tensor:
@@ -91,7 +91,7 @@ class DeviceSpans:
 
     @property
     def pending(self) -> bool:
-        """Whether spans wait to be reported."""
+        """True if spans wait to be reported."""
         return bool(self._pending)
 
     def anchor(self) -> None:

@@ -14,7 +14,7 @@ CELL_BYTES_MIN = 8 << 20
 
 
 def is_full(layout: Layout, layers: tuple[int, int], rows: int, *, cell_bytes_min: int = CELL_BYTES_MIN) -> bool:
-    """Whether layers [first, end) of this many rows make a cell of sufficient size, or all that their chunk has left.
+    """True if layers [first, end) of this many rows make a cell of sufficient size, or all that their chunk has left.
     The chunk's layers are computed in order."""
     left = rows * layout.row_bytes_of(layers[1], layout.layer_range[1])
     if not left or rows * layout.row_bytes <= WHOLE_BYTES_MAX:

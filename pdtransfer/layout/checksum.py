@@ -45,7 +45,7 @@ class Lines:
 
     @cached_property
     def woven(self) -> bool:
-        """Whether the lines of a slot are adjacent, so that rows are read in one piece."""
+        """True if the lines of a slot are adjacent, so that rows are read in one piece."""
         return len(self.table) > 1 and int(self.table[1, 0] - self.table[0, 0]) < int(self.table[0, 2])
 
 

@@ -307,8 +307,8 @@ Components = Annotated[tuple[Component, ...], Meta(max_length=COMPONENTS_MAX)]
 def expand_pages(pages: ArrayLike, page_size: int, tokens: int) -> Int64s:
     """The slot of each of `tokens` tokens, int64 (tokens,), whose pages are `pages`, integers (n,), in order.
 
-    Raises LocalProtocolError unless (n - 1) * page_size < tokens <= n * page_size (a silent clip would hide a page size
-    that is not the pool's), and for a negative count of tokens, a negative page, or one whose slots leave int64.
+    Raises LocalProtocolError unless (n - 1) * page_size < tokens <= n * page_size: a silent clip would hide a page size
+    that is not the pool's. It is raised as well for a negative count of tokens or page, and for slots beyond int64.
     """
     indices = integers("pages", pages)
     if page_size < 1 or page_size & (page_size - 1):

@@ -161,9 +161,9 @@ def strided_layout(
     `dtype` for elements that only the engines understand, as "uint8". Bases are relative to the address `origin`, or
     absolute by default. With `byte_count`, that of an arena or a pool, every view must lie within that many bytes.
 
-    Raises LocalProtocolError, with the view and its field, for views that do not fit this description or one another,
-    and ValueError as Layout does, as for two views of the same bytes. Views of other axes take a second call, and one
-    Layout of all planes.
+    Raises LocalProtocolError, with the view and its field, for views that do not fit this description or one another.
+    Raises ValueError as Layout does, as for two views of the same bytes. Views of other axes take a second call, and
+    one Layout of all planes.
     """
     if len(set(axes)) < len(axes) or not set(axes) <= set(_AXES_OF_VIEWS) or not {"page", "row"} & set(axes):
         text = f"axes: {tuple(axes)} are not some of {', '.join(_AXES_OF_VIEWS)}, each once, with page or row"

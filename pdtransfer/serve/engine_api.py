@@ -242,7 +242,7 @@ class PrefillEngine(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether step() would do nothing."""
+        """True if step() would do nothing."""
         ...
 
 
@@ -307,7 +307,7 @@ class ComputesRests(Protocol):
 
     @property
     def computes_rests(self) -> bool:
-        """Whether this engine can, with its model and memory; read once, from any thread."""
+        """True if it can compute the rest of a prompt with its model and memory. Read once, from any thread."""
         ...
 
     def admit_rest(self, request: Request, slots: dict[str, NDArray[np.int64]], done: int) -> None:

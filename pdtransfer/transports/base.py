@@ -57,7 +57,7 @@ class WriterTransport(Protocol):
         ...
 
     def hbm_direct(self, session: int) -> bool:
-        """Whether the rows of HBM components go to the memory that they are for, and not to the arena.
+        """True if the rows of HBM components go to the memory that they are for, and not to the arena.
         It is the same for as long as the session is mapped."""
         ...
 
@@ -67,7 +67,7 @@ class WriterTransport(Protocol):
 
     @property
     def sleeps_on_cuda(self) -> bool:
-        """Whether it waits for CUDA events itself, in the thread that launches. Else it gets a write once the write's
+        """True if it waits for CUDA events itself, in the thread that launches. Else it gets a write once the write's
         gate is open."""
         ...
 
@@ -108,7 +108,7 @@ class ArenaTransport(Protocol):
         ...
 
     def quiet(self, session: int) -> bool:
-        """Whether the kernel proves that no process can write through this session's hand-over, now or later."""
+        """True if the kernel proves that no process can write through this session's hand-over, now or later."""
         ...
 
     def forget(self, session: int) -> None:
@@ -130,18 +130,18 @@ class Transport(Protocol):
 
     @property
     def any_host(self) -> bool:
-        """Whether it reaches arenas of other hosts; else only those of this host, namespaces and user."""
+        """True if it reaches arenas of other hosts; else only those of this host, namespaces and user."""
         ...
 
     @property
     def listens_everywhere(self) -> bool:
-        """Whether it opens ports on every interface, whatever address it is given. It then calls `network.guard` before
+        """True if it opens ports on every interface, whatever address it is given. It then calls `network.guard` before
         it serves, and a node on loopback takes it only by name."""
         ...
 
     @property
     def by_name_alone(self) -> bool:
-        """Whether a node takes it only where its name is set, since a host that reaches its ports can do more than to
+        """True if a node takes it only where its name is set, since a host that reaches its ports can do more than to
         read and write arenas: auto leaves it out."""
         ...
 

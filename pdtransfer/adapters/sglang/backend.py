@@ -197,7 +197,7 @@ class Manager(dialect.KVManager):
         return (stage * self.attn_cp_size + self.attn_cp_rank) * self.attn_tp_size + self.attn_tp_rank
 
     def _facts(self) -> dict[str, Any]:
-        """All that makes two engines' rows the same bytes for the same tokens, whatever their ranks and pages."""
+        """What must be equal for two engines to produce compatible KV, whatever their ranks and pages."""
         config = self._model_config
         facts = model_facts(
             config.hf_text_config.to_dict(), dtype=config.dtype, cache=self._cache_dtype,

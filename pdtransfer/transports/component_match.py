@@ -11,35 +11,33 @@ from ..handoff.sharing import pair_share
 from ..layout.checksum import Lines, lines_of
 from ..layout.layout import Component
 from ..layout.pairing import Pairing
+from ..wire import Reach
 
 Planes: TypeAlias = tuple[int, tuple[int, int]]  # a component of Register, and layers of it
 
 
 def paired(
-    ours: Mapping[str, Component], components: tuple[Component, ...], arena_bytes: int, *, hbm_end: int | None = None
+    ours: Mapping[str, Component], components: tuple[Component, ...], reach: Reach, *, hbm_direct: bool
 ) -> tuple[Pairing, ...]:
-    """A pairing for each of `components`, the peer's, in order. Those in HBM end before `hbm_end`, where they are in a
-    memory of their own.
+    """A pairing for each of `components`, the peer's, in order; with `hbm_direct` those in HBM are in that of `reach`.
 
-    Raises LayoutMismatchError where one is of another model than ours, RemoteProtocolError where it leaves the arena.
+    Raises LayoutMismatchError where one is of another model than ours, RemoteProtocolError where it leaves its memory.
     """
-    ends = [arena_bytes if hbm_end is None or theirs.memory == "dram" else hbm_end for theirs in components]
-    parts = zip(components, ends, strict=True)
-    return tuple([_paired(ours, index, theirs, end) for index, (theirs, end) in enumerate(parts)])
-
-
-def _paired(components: Mapping[str, Component], index: int, theirs: Component, arena_bytes: int) -> Pairing:
-    named = f"component {theirs.name!r}"
-    if (ours := components.get(theirs.name)) is None:
-        raise LayoutMismatchError([f"{named}: this pool holds {', '.join(components)}"])
-    try:
-        theirs.layout.check_within(arena_bytes, named)
-    except ValueError as error:
-        raise RemoteProtocolError(f"components[{index}].layout", str(error)) from None
-    fields = {"tokens_per_row": (theirs.tokens_per_row, ours.tokens_per_row), "span": (theirs.span, ours.span)}
-    if differences := [f"{named}.{name}: {a} there, {b} here" for name, (a, b) in fields.items() if a != b]:
-        raise LayoutMismatchError(differences)
-    return pair_share(ours.layout, theirs.layout)
+    pairings: list[Pairing] = []
+    for index, theirs in enumerate(components):
+        name = f"component {theirs.name!r}"
+        if (component := ours.get(theirs.name)) is None:
+            raise LayoutMismatchError([f"{name}: this pool holds {', '.join(ours)}"])
+        in_hbm = hbm_direct and theirs.memory != "dram"
+        try:
+            theirs.layout.check_within(reach.hbm_base + reach.hbm_bytes if in_hbm else reach.arena_bytes, name)
+        except ValueError as error:
+            raise RemoteProtocolError(f"components[{index}].layout", str(error)) from None
+        fields = [(field, getattr(theirs, field), getattr(component, field)) for field in ("tokens_per_row", "span")]
+        if differences := [f"{name}.{field}: {a} there, {b} here" for field, a, b in fields if a != b]:
+            raise LayoutMismatchError(differences)
+        pairings.append(pair_share(component.layout, theirs.layout))
+    return tuple(pairings)
 
 
 def lines_for(

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 
 from ..errors import TransportError
-from ..handoff.effects import ComponentRows, Settle
+from ..handoff.effects import Settle
 from ..handoff.slot_allocator import slots_of
 from ..kernels.cancel import CancelWord
 from ..kernels.gpu import CudaEvent, gpu_at
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import Pool
 from ..layout.geometry import Int64s
+from ..layout.layout import Layout
 from ..memory.arena_memory import ArenaMemory
 from ..memory.hbm import Hbm
 from .copier import PIECE_BYTES, Copier, CopyWork, Piece, Settled
 from .works import Turn, Work
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ComponentRows:
-    """One component's rows on both sides."""
-
-    target: Pool
-    source: Pool
-    target_slots: Int64s
-    source_slots: Int64s
 
 
 class HbmCopier:
@@ -49,13 +39,8 @@ class HbmCopier:
 
     def lift(self, order: Settle) -> None:
         """Starts copying, in turn between grants."""
-        parts = [self._rows(*rows) for rows in zip(order.parts, order.targets, strict=True)]
-        self._copier.add(
-            CopyWork(
-                turn=(order.session, order.grant), pieces=self._pieces(order, parts), cancel=CancelWord(),
-                report=partial(self._ended, order),
-            )
-        )  # fmt: skip
+        turn, report = (order.session, order.grant), partial(self._ended, order)
+        self._copier.add(CopyWork(turn=turn, pieces=self._pieces(order), cancel=CancelWord(), report=report))
 
     def cancel(self, session: int, grant: int) -> None:
         """Stops at the next piece; the grant reports nevertheless. A grant that has ended is ignored."""
@@ -65,43 +50,42 @@ class HbmCopier:
         """Stops copying, and returns once nothing is copied."""
         await self._copier.close()
 
-    def _rows(self, part: ComponentRows, target: ComponentRows) -> _ComponentRows:
-        mapping, layout = self._arena.mapping, part.component.layout
-        if self._hbm.device is None:
-            source = Pool(layout=layout, address=mapping.address)
-        else:
-            assert mapping.registered is not None
-            source = Pool(layout=layout, address=mapping.registered.device_address, device=self._hbm.device, host=True)
-        pool = self._hbm.pool(target.component.layout)
-        return _ComponentRows(pool, source, slots_of(target.extents), slots_of(part.extents))
+    def _pieces(self, order: Settle) -> Iterator[tuple[int, Piece]]:
+        for part, target in zip(order.parts, order.targets, strict=True):
+            pool, layout = self._hbm.pool(target.component.layout), part.component.layout
+            target_slots, source_slots = slots_of(target.extents), slots_of(part.extents)
+            rows = max(1, PIECE_BYTES // layout.row_bytes)
+            for first in range(0, len(source_slots), rows):
+                slots = target_slots[first : first + rows], source_slots[first : first + rows]
+                yield len(slots[1]) * layout.row_bytes, partial(self._piece, order, pool, self._source(layout), *slots)
 
-    def _pieces(self, order: Settle, parts: list[_ComponentRows]) -> Iterator[tuple[int, Piece]]:
-        for part in parts:
-            row_bytes = part.source.layout.row_bytes
-            rows = max(1, PIECE_BYTES // row_bytes)
-            for first in range(0, len(part.source_slots), rows):
-                count = len(part.source_slots[first : first + rows])
-                yield count * row_bytes, partial(self._piece, order, part, first, count)
+    def _source(self, layout: Layout) -> Pool:
+        """The staging buffer, where the copies read it."""
+        mapping, device = self._arena.mapping, self._hbm.device
+        if device is None:
+            return Pool(layout=layout, address=mapping.address)
+        assert mapping.registered is not None
+        return Pool(layout=layout, address=mapping.registered.device_address, device=device, host=True)
 
-    def _piece(self, order: Settle, part: _ComponentRows, first: int, count: int) -> int:
+    def _piece(self, order: Settle, target: Pool, source: Pool, targets: Int64s, sources: Int64s) -> int:
         """In the copier's thread; counts what has moved."""
-        slots = part.target_slots[first : first + count], part.source_slots[first : first + count]
-        self._copy(order, part, *slots, count)
+        self._copy(order, target, source, targets, sources)
         with self._counting:
-            self.moved_bytes += count * part.target.layout.row_bytes
+            self.moved_bytes += len(targets) * target.layout.row_bytes
         return 0
 
-    def _copy(self, order: Settle, part: _ComponentRows, targets: Int64s, sources: Int64s, count: int) -> None:
+    def _copy(self, order: Settle, target: Pool, source: Pool, targets: Int64s, sources: Int64s) -> None:
         """In the copier's thread; returns once the rows are there."""
+        copy = partial(kv_copy, target, source, targets, sources, len(targets))
         if self._hbm.device is None:
-            kv_copy(part.target, part.source, targets, sources, count)
+            copy()
             return
         gpu = gpu_at(self._hbm.device)
         if self._queue is None:
             self._queue = gpu.stream(), CudaEvent(gpu)
         (stream, copied), failure = self._queue, None
         try:
-            kv_copy(part.target, part.source, targets, sources, count, stream=stream)
+            copy(stream=stream)
         except Exception as error:  # noqa: BLE001 (it may have been queued all the same)
             failure = error
         try:

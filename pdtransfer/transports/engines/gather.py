@@ -45,6 +45,11 @@ class Gather:
     ring: SendRing
     runs: Int64s = field(default_factory=lambda: np.empty((0, 3), np.int64))
 
+    def plan(self) -> int:
+        """Finds `runs`, in any thread; has no checksum."""
+        self.runs = self.job.runs(self.piece)
+        return 0
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RingJob(Work):
@@ -66,7 +71,9 @@ class RingJob(Work):
         self.pieces = self.cut.pieces(len(self.order.source_slots), straight=self.straight)
 
     def runs(self, piece: Piece) -> Int64s:
-        """Where a piece's bytes go, as Cut.runs. In any copy thread: two may both plan all rows, to the same end."""
+        """Where a piece's bytes leave, and go. In any copy thread: two may both plan all rows, to the same end."""
+        if self.straight:
+            return self.cut.straight(piece, self.order.source_slots, self.order.target_slots)
         if not self.planned:
             self.all_runs, self.planned = self.cut.all_runs(self.order.target_slots), True
         if self.all_runs is None:
@@ -134,7 +141,7 @@ class CopyGatherer:
         job, piece = gather.job, gather.piece
         order = job.order
         if job.straight:
-            return _plan_straight(gather)
+            return gather.plan()
         rows = job.cut.gather(piece, order.source_slots)
         between = rows, self._pool_address, gather.ring.address(gather.slot)
         checksum: int | None = 0
@@ -149,15 +156,8 @@ class CopyGatherer:
             checksum = checksum_copy.checksum(job.lines, of, self._pool_address, cancel=cancel)
         if checksum is None:
             raise TransportError(CANCELLED)
-        gather.runs = job.runs(piece)
+        gather.plan()
         return checksum
-
-
-def _plan_straight(gather: Gather) -> int:
-    """Where a piece leaves the pool, and goes; its slot takes no rows."""
-    job = gather.job
-    gather.runs = job.cut.straight(gather.piece, job.order.source_slots, job.order.target_slots)
-    return 0
 
 
 def _by() -> kernels.NativeCopy:
@@ -188,14 +188,15 @@ class LaunchGatherer:
         job, piece = gather.job, gather.piece
         if job.straight:
             plan = CopyWork(
-                turn=job.turn, pieces=iter([(0, partial(_plan_straight, gather))]),
-                cancel=CancelWord(), report=partial(self._over, job),
+                turn=job.turn, pieces=iter([(0, gather.plan)]), cancel=CancelWord(), report=partial(self._over, job)
             )  # fmt: skip
             self._planner.add(plan)
             return plan
         source, ring = job.cut.layouts(piece)
-        first = gather.slot * piece.room
-        device = self._gpu.ordinal
+        first, device, staged = gather.slot * piece.room, self._gpu.ordinal, None
+        if job.order.verify and not piece.low:
+            ours = self._components[job.theirs.name]
+            staged = _staged(ours, job.theirs, job.order.layers, self._pool_address, device)
         work = GpuWrite(
             order=structs.replace(
                 job.order,
@@ -206,8 +207,8 @@ class LaunchGatherer:
             source=Pool(layout=source, address=self._pool_address, device=device),
             target=Pool(layout=ring, address=gather.ring.device_address, device=device, host=True),
             report=partial(self._over, job),
-            then=partial(self._find_runs, gather),
-            staged=None if piece.low or not job.order.verify else self._staged(job.order, job.theirs),
+            then=gather.plan,
+            staged=staged,
         )
         self._gpu_writer.add(work)
         return work
@@ -216,17 +217,9 @@ class LaunchGatherer:
         await self._gpu_writer.close()
         await self._planner.close()
 
-    def _find_runs(self, gather: Gather) -> None:
-        """In the thread that launches."""
-        gather.runs = gather.job.cut.runs(gather.piece, gather.job.order.target_slots)
-
-    def _staged(self, order: Write, theirs: Component) -> Staged:
-        """For all planes of the rows: the piece with the first planes sums all of them."""
-        ours = self._components[theirs.name]
-        return _staged(ours, theirs, order.layers, self._pool_address, self._gpu.ordinal)
-
 
 @lru_cache(_STAGED_MAX)
 def _staged(ours: Component, theirs: Component, layers: tuple[int, int], address: int, device: int) -> Staged:
+    """For all planes of the rows: the piece with the first planes sums all of them."""
     source = facing(ours.layout, theirs.layout.layers(*layers))
     return Staged.of(ours.name, Pool(layout=source, address=address, device=device))

@@ -159,8 +159,7 @@ class EngineWriter:
         assert session not in self._sessions, f"session {session:#x} is mapped already"
         targets, hbm = targets_of(reach), hbm_address(reach)
         components = components if hbm else landing or components
-        hbm_end = reach.hbm_base + reach.hbm_bytes if hbm else None
-        pairings = paired(self._components, components, reach.arena_bytes, hbm_end=hbm_end)
+        pairings = paired(self._components, components, reach, hbm_direct=bool(hbm))
         if self._closing:
             raise TransportError("this writer is closing")
         mapped = self._sessions[session] = EngineSession(

@@ -48,8 +48,8 @@ class _HandOver:
 class ShmArena:
     """An ArenaTransport. Make it on the loop's thread, with the arena open until after close.
 
-    `directory` holds the socket, and must be private to this user; None takes the abstract namespace. Writers of users
-    not in `uids` (by default this user and root) are refused.
+    `directory` holds the socket, and must be private to this user; None takes the abstract namespace. Writers of other
+    users than this one and root are refused.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class ShmArena:
         arena: ArenaMemory,
         *,
         directory: Path | None,
-        uids: frozenset[int] | None = None,
         hbm_direct: bool = True,
         keep_line: KeepLine | None = None,
     ) -> None:
@@ -70,7 +69,7 @@ class ShmArena:
         self._next_byte = 0  # each byte is used once; a lock may lie beyond the file's end
         self._host = host()  # read now: later no descriptor may be left to read it with
         self.listener = HandoverListener(
-            self._give, byte_count=arena.byte_count, directory=directory, uids=uids, keep_line=keep_line
+            self._give, byte_count=arena.byte_count, directory=directory, keep_line=keep_line
         )
 
     async def offer(self, session: int, host: str = "") -> Reach:  # noqa: ARG002

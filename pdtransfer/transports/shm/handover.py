@@ -67,7 +67,7 @@ class HandoverListener:
     """Hands descriptors over on `address`, until close. Make it on the loop's thread.
 
     `directory` is made with mode 0700 and must be private to this user. None binds in the abstract namespace, which
-    every process of the network namespace sees. Peers of users not in `uids` are refused, whatever they send.
+    every process of the network namespace sees. Peers of users that are not `admitted` are refused, whatever they send.
     """
 
     def __init__(
@@ -76,13 +76,11 @@ class HandoverListener:
         *,
         byte_count: int,
         directory: Path | None,
-        uids: frozenset[int] | None = None,
         keep_line: KeepLine | None = None,
         connections_max: int = 64,
         seconds: float = 2.0,
     ) -> None:
         self._give, self._byte_count, self._keep_line, self.seconds = give, byte_count, keep_line, seconds
-        self._uids = uids if uids is not None else frozenset((0, os.geteuid()))
         self._connections_max = connections_max
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
@@ -106,7 +104,7 @@ class HandoverListener:
                 return
             self._short = False
             accepted.setblocking(False)
-            if _uid_of(accepted) not in self._uids:
+            if _uid_of(accepted) not in admitted():
                 disconnect(accepted)
                 continue
             if len(self._connections) >= self._connections_max:
@@ -252,31 +250,32 @@ def _sweep(directory: Path) -> None:
                 continue  # busy, or not a socket
 
 
+def admitted() -> frozenset[int]:
+    """The users whose processes are trusted: root, and that of this one."""
+    return frozenset((0, os.geteuid()))
+
+
 def _uid_of(peer: socket.socket) -> int:
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(credentials)[1]
     return uid
 
 
-async def receive(
-    reach: Reach, session: int, *, seconds: float, uids: frozenset[int] | None = None, keep_line: KeepLine | None = None
-) -> int:
+async def receive(reach: Reach, session: int, *, seconds: float, keep_line: KeepLine | None = None) -> int:
     """Receives the arena's descriptor, which the caller closes. Raises TransportError, also after `seconds`.
 
-    The token is sent only to an owner that runs as one of `uids`, by default this user or root. `keep_line` takes the
-    connection over, which is closed without it.
+    The token is sent only to an owner whose user is `admitted`. `keep_line` takes the connection over, which is closed
+    without it.
     """
     _check_reachable(reach)
-    if uids is None:
-        uids = frozenset((0, os.geteuid()))
     try:
         with ExitStack() as undo:
             peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             undo.callback(disconnect, peer)
             async with asyncio.timeout(seconds):
                 await _connect(peer, reach.address)
-                if (uid := _uid_of(peer)) not in uids:
-                    raise TransportError(f"{reach.address} belongs to user {uid}, not to one of {sorted(uids)}")
+                if (uid := _uid_of(peer)) not in admitted():
+                    raise TransportError(f"{reach.address} belongs to user {uid}, not to one of {sorted(admitted())}")
                 peer.sendall(REQUEST.pack(MAGIC, session, reach.token))
                 fd = await _answer(peer, reach)
             undo.callback(os.close, fd)

@@ -114,11 +114,10 @@ class ShmWriter:
         wrote: Wrote,
         *,
         gpu: WriterGpu | None = None,
-        uids: frozenset[int] | None = None,
         wake_hint: WakeHint = lambda _: None,
     ) -> None:
         self._components, self._wrote = {component.name: component for component in components}, wrote
-        self._pool_address, self._uids, self._keep_line = options.pool_address, uids, options.network.keep_line
+        self._pool_address, self._keep_line = options.pool_address, options.network.keep_line
         self._loop = asyncio.get_running_loop()
         self._gpu, self.sleeps_on_cuda = gpu, gpu is not None
         self._writer = Copier(options.copy_threads) if gpu is None else GpuWriter(gpu.launcher, gpu.spans, wake_hint)
@@ -146,7 +145,7 @@ class ShmWriter:
             raise TransportError("this writer is closing")
         mapped = self._sessions[session] = _Session(reach)
         try:
-            fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, uids=self._uids, keep_line=self._keep_line)
+            fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, keep_line=self._keep_line)
             attached = self._apart.submit(self._attach, fd, reach, components, landing or components)
             try:
                 arena = await asyncio.shield(asyncio.wrap_future(attached))
@@ -214,8 +213,7 @@ class ShmWriter:
             if hbm is not None:
                 undo.callback(hbm.close)
             components = landing if hbm is None else components
-            hbm_end = None if hbm is None else reach.hbm_base + reach.hbm_bytes
-            pairings = paired(self._components, components, reach.arena_bytes, hbm_end=hbm_end)
+            pairings = paired(self._components, components, reach, hbm_direct=hbm is not None)
             ends = [component.layout.end for component in components if component.memory != "hbm"]
             needed = mapping.byte_count  # where HBM is written directly, without a staging buffer in the arena
             if hbm is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -229,8 +230,7 @@ class Site:
         assert daemon.process.returncode is not None
         config = self.configs[daemon.ready["node"]]
         if daemon.role == "router":
-            workers = {role: tuple(each.ready["endpoint"] for each in self.fleet.of(role)) for role in ROLES}
-            config = replace(config, listen=daemon.ready["http"], **workers)
+            config = replace(config, listen=daemon.ready["http"], **self._workers)
         else:
             config = replace(config, bind=daemon.ready["endpoint"].rpartition("@")[2])
         log = self.logs / f"{daemon.ready['node']}-again.log"
@@ -238,6 +238,43 @@ class Site:
         self.fleet.daemons[self.fleet.daemons.index(daemon)] = again
         await again.wait_ready()
         return again
+
+    @asynccontextmanager
+    async def beside(self, node: str, **more: Any) -> AsyncIterator[Site]:
+        """Another router before the same workers, once it has them all; `more` is not as the first one's."""
+        front: RouterConfig = self.configs["router"]
+        config = replace(front, **{"node": node, "listen": "127.0.0.1:0", **self._workers, **more})
+        router = await Daemon.start(config, self.logs / f"{node}.log")
+        seen = object.__new__(Fleet)
+        seen.daemons = [*(each for role in ROLES for each in self.fleet.of(role)), router]
+        try:
+            await router.wait_ready()
+            async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
+                site = Site(seen, http, self.configs, self.logs)
+                await site.usable(**{role: len(seen.of(role)) for role in ROLES})
+                yield site
+        finally:
+            await router.stop()
+
+    @contextmanager
+    def listed(self, daemon: Daemon, change: Callable[[str], str]) -> Iterator[None]:
+        """A daemon's allow-list is another for so long: it reads that at a hangup, and the one before at the end."""
+        allow: Path = self.configs[daemon.ready["node"]].allow
+        before = allow.read_text()
+
+        def write(text: str) -> None:
+            allow.write_text(text)
+            daemon.process.send_signal(signal.SIGHUP)
+
+        write(change(before))
+        try:
+            yield
+        finally:
+            write(before)
+
+    @property
+    def _workers(self) -> dict[str, tuple[str, ...]]:
+        return {role: tuple(each.ready["endpoint"] for each in self.fleet.of(role)) for role in ROLES}
 
     def log(self, daemon: Daemon) -> str:
         return daemon.log.read_text()

@@ -17,7 +17,7 @@ import pytest
 from pdtransfer.serve.process.fleet import Daemon
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.engines import plain
-from tests.support.fleets import ENGINE, LIMITS, Gates, Site, prompts, running
+from tests.support.fleets import ENGINE, Gates, Site, prompts, running
 from tests.support.healing import decode, prefill, right, text_of
 from tests.support.processes import deliver
 from tests.support.waiting import PATIENCE_S, Running, standing, until
@@ -215,32 +215,20 @@ def with_pid(daemon: Daemon, number: signal.Signals) -> None:
 
 
 async def test_a_router_drains_as_its_workers_do(slow: Site, gates: Gates) -> None:
-    endpoints = {role: (slow.fleet.of(role)[0].ready["endpoint"],) for role in ("prefill", "decode")}
-    config = RouterConfig(listen="127.0.0.1:0", node="router-2", json=True, limits=LIMITS, **endpoints)
-    router = await Daemon.start(config, slow.logs / "router-2.log")
-    try:
-        await router.wait_ready()
-        async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
-            second = Site(slow.fleet, http, slow.configs, slow.logs)
-            await until(lambda: is_ready(second, router), "the second router has its workers")
-            async with under_way(second, gates) as stream:
-                router.process.terminate()
-                await until(lambda: is_draining(second, router), "it drains")
-                refused = await second.complete("too late")
-                assert (refused.status, refused.error["code"]) == (503, "shutdown")
-                assert not stream.done()
-            assert finished(await stream)
-            assert await ended(slow, router) == 0
-            line = last_line(second, router)
-            assert line.endswith(": stopped requests=2 drained=1 cut_off=0"), "the refused one was not under way"
-    finally:
-        await router.stop()
+    async with slow.beside("router-2") as second:
+        router = second.router
+        async with under_way(second, gates) as stream:
+            router.process.terminate()
+            await until(lambda: is_draining(second, router), "it drains")
+            refused = await second.complete("too late")
+            assert (refused.status, refused.error["code"]) == (503, "shutdown")
+            assert not stream.done()
+        assert finished(await stream)
+        assert await ended(slow, router) == 0
+        line = last_line(second, router)
+        assert line.endswith(": stopped requests=2 drained=1 cut_off=0"), "the refused one was not under way"
     await served(slow)
     await slow.settled()
-
-
-async def is_ready(site: Site, router: Daemon) -> bool:
-    return (await site.get(router, "/health"))[0] == 200
 
 
 async def is_draining(site: Site, router: Daemon) -> bool:
@@ -248,26 +236,17 @@ async def is_draining(site: Site, router: Daemon) -> bool:
 
 
 async def test_a_router_that_is_killed_has_its_rooms_stopped(slow: Site, gates: Gates) -> None:
-    endpoints = {role: (slow.fleet.of(role)[0].ready["endpoint"],) for role in ("prefill", "decode")}
-    config = RouterConfig(listen="127.0.0.1:0", node="router-3", json=True, limits=LIMITS, **endpoints)
-    router = await Daemon.start(config, slow.logs / "router-3.log")
-    try:
-        await router.wait_ready()
-        async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
-            second = Site(slow.fleet, http, slow.configs, slow.logs)
-            await until(lambda: is_ready(second, router), "the third router has its workers")
-            with gates.closed("decode"):
-                events = second.events("left alone", max_tokens=400)
-                async for _ in events:
-                    break
-                router.process.kill()
-                await router.process.wait()
-                await slow.settled()
-            with pytest.raises(aiohttp.ClientError):
-                async for _ in events:  # what it has sent before it died may lie here
-                    pass
-    finally:
-        await router.stop()
+    async with slow.beside("router-3") as second:
+        with gates.closed("decode"):
+            events = second.events("left alone", max_tokens=400)
+            async for _ in events:
+                break
+            second.router.process.kill()
+            await second.router.process.wait()
+            await slow.settled()
+        with pytest.raises(aiohttp.ClientError):
+            async for _ in events:  # what it has sent before it died may lie here
+                pass
     await served(slow)
 
 

@@ -6,7 +6,6 @@ Decode verifies what it lands, and keeps prompts that have landed for the next o
 from __future__ import annotations
 
 import asyncio
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,25 +49,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
 
 async def on_ranks(site: Site, role: str, name: str) -> list[float]:
     """One metric of each rank of a worker, the leader's first."""
-    daemon, found = site.fleet.of(role)[0], []
-    for rank in daemon.ready["ranks"]:
-        async with site.http.get(f"http://{rank['http']}/metrics") as response:
-            lines = (await response.text()).splitlines()
-        found.append(sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))))
-    return found
-
-
-async def all_given_back(site: Site) -> None:
-    await site.settled()
-
-    async def nothing() -> bool:
-        names = {"prefill": ("rooms", "grants"), "decode": ("rooms", "leases", "quarantined_bytes")}
-        return not any(
-            [sum(await on_ranks(site, role, f"pdtransfer_{name}")) for role, some in names.items() for name in some]
-        )
-
-    await until(nothing, "every rank has let go")
-    assert await on_ranks(site, "decode", "pdtransfer_slots") == await on_ranks(site, "decode", "pdtransfer_slots_free")
+    daemon = site.fleet.of(role)[0]
+    return [(await site.metrics(daemon, rank)).get(name, 0) for rank in range(len(daemon.ready["ranks"]))]
 
 
 async def test_ranks_with_keys_of_their_own_answer_as_one_process_verified_and_from_the_prefix_cache(
@@ -89,29 +71,24 @@ async def test_ranks_with_keys_of_their_own_answer_as_one_process_verified_and_f
     for role, before in strangers.items():
         assert await on_ranks(site, role, STRANGERS) == before
     assert await on_ranks(site, "prefill", "pdtransfer_sessions") == [2, 2]
-    await all_given_back(site)
+    await site.settled()
 
 
 @pytest.mark.full
 async def test_what_a_leader_reads_anew_at_a_hangup_its_ranks_read_anew_as_well(site: Site) -> None:
-    allow = site.configs["prefill-0"].allow
-    before = allow.read_text()
     await site.served(options=GQA)
 
     async def sessions(count: int) -> bool:
         return await on_ranks(site, "prefill", "pdtransfer_sessions") == [count, count]
 
-    try:
-        allow.write_text("".join(line for line in before.splitlines(keepends=True) if "d-tp1" not in line))
-        site.prefill.process.send_signal(signal.SIGHUP)
+    def without_a_rank(text: str) -> str:
+        return "".join(line for line in text.splitlines(keepends=True) if "d-tp1" not in line)
+
+    with site.listed(site.prefill, without_a_rank):
         await until(lambda: sessions(1), "no rank serves the rank whose key is gone")
         assert not await site.answers()
-    finally:
-        allow.write_text(before)
-        site.prefill.process.send_signal(signal.SIGHUP)
-
     await until(site.answers, "it is listed again")
-    await all_given_back(site)
+    await site.settled()
 
 
 def test_a_rank_without_a_key_of_its_own_is_reported_with_the_command_that_makes_it(tmp_path: Path) -> None:

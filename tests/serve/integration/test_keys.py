@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,32 +80,32 @@ async def test_a_stranger_receives_nothing_and_is_counted(site: Site) -> None:
     await site.served()
 
 
+def without(node: str) -> Callable[[str], str]:
+    """A list but for this node's line."""
+    return lambda text: "".join(line for line in text.splitlines(keepends=True) if node not in line)
+
+
+def as_role(node: str, role: str) -> Callable[[str], str]:
+    """A list that lets this node be no other role."""
+    return lambda text: re.sub(f"^(.*{node}.*)$", rf"\1 {role}", text, flags=re.MULTILINE)
+
+
 async def test_a_revoked_key_loses_its_sessions_at_a_hangup_and_comes_back_at_another(site: Site) -> None:
-    allow = site.configs["prefill-0"].allow
-    before = allow.read_text()
     await site.served()
 
     async def sessions() -> float:
         return (await site.metrics(site.prefill))["pdtransfer_sessions"]
 
-    try:
-        assert await sessions() == 1
-        allow.write_text("decode-0 is not a line")
-        site.prefill.process.send_signal(signal.SIGHUP)
+    async def expelled() -> bool:
+        return await sessions() == 0
+
+    assert await sessions() == 1
+    with site.listed(site.prefill, lambda _: "decode-0 is not a line"):
         await until(lambda: "the allow-list is unchanged" in site.log(site.prefill))
         await site.served()
-        allow.write_text("".join(line for line in before.splitlines(keepends=True) if "decode-0" not in line))
-        site.prefill.process.send_signal(signal.SIGHUP)
-
-        async def expelled() -> bool:
-            return await sessions() == 0
-
+    with site.listed(site.prefill, without("decode-0")):
         await until(expelled, "the session of the revoked key is over")
         assert not await site.answers()
-    finally:
-        allow.write_text(before)
-        site.prefill.process.send_signal(signal.SIGHUP)
-
     await until(site.answers, "it is listed again")
     await site.settled()
 
@@ -114,23 +114,13 @@ async def test_a_revoked_key_loses_its_sessions_at_a_hangup_and_comes_back_at_an
 async def test_a_prefill_whose_key_or_role_decode_revokes_serves_it_no_more_until_it_is_listed_again(
     site: Site, role: str
 ) -> None:
-    allow, log = site.configs["decode-0"].allow, site.log(site.decode)
-    before = allow.read_text()
+    log = site.log(site.decode)
     await site.served()
-    prefill = next(line for line in before.splitlines(keepends=True) if "prefill-0" in line)
-    try:
-        allow.write_text(before.replace(prefill, f"{prefill.strip()} {role}\n" if role else ""))
-        site.decode.process.send_signal(signal.SIGHUP)
-
-        async def revoked() -> bool:
-            return "its key was revoked, or its role" in site.log(site.decode)[len(log) :]
-
-        await until(revoked, "the prefill is refused")
+    with site.listed(site.decode, as_role("prefill-0", role) if role else without("prefill-0")):
+        await until(
+            lambda: "its key was revoked, or its role" in site.log(site.decode)[len(log) :], "the prefill is refused"
+        )
         assert not await site.answers()
-    finally:
-        allow.write_text(before)
-        site.decode.process.send_signal(signal.SIGHUP)
-
     await until(site.answers, "it is listed again")
     await site.settled()
 
@@ -141,23 +131,15 @@ async def test_a_prefill_whose_key_or_role_decode_revokes_serves_it_no_more_unti
 async def test_a_worker_whose_role_the_router_revokes_is_lost_until_it_is_back(
     site: Site, worker: str, role: str
 ) -> None:
-    allow = site.configs["router"].allow
-    before = allow.read_text()
     await site.served()
-    line = next(line for line in before.splitlines() if worker in line)
 
     async def usable(expected: bool) -> bool:
         health = await (await site.http.get("/health")).json()
         workers = {each["node"]: each["usable"] for each in health["workers"] if each["node"]}
         return workers.get(worker, False) == expected
 
-    try:
-        allow.write_text(before.replace(line, f"{line} {role}"))
-        site.router.process.send_signal(signal.SIGHUP)
+    with site.listed(site.router, as_role(worker, role)):
         await until(lambda: usable(False), "the worker is lost")
-    finally:
-        allow.write_text(before)
-        site.router.process.send_signal(signal.SIGHUP)
     await until(lambda: usable(True), "it is back")
     await site.served()
     await site.settled()

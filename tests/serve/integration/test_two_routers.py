@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from pdtransfer.serve.process.fleet import Daemon, Fleet
-from tests.support.fleets import ENGINE, Gates, Site, equal, fleet, free_address, generated, prompts
+from tests.support.fleets import ENGINE, Gates, Site, equal, fleet, generated, prompts
 from tests.support.waiting import until
 
 TOKENS = 32  # more than steps that pass the gate, one for each room that is admitted
@@ -21,20 +19,11 @@ async def test_a_router_that_ends_takes_no_room_of_the_other_with_it(tmp_path: P
     gates = Gates(tmp_path / "gates")
     gates.directory.mkdir()
     daemon = {"engine": ENGINE, "engine_option": ("layers=2", f"gates={gates.directory}")}
-    async with fleet(tmp_path, prefills=[daemon], decodes=[daemon]) as first:
-        ends = {
-            role: (each.ready["endpoint"],) for role, each in (("prefill", first.prefill), ("decode", first.decode))
-        }
-        config = replace(first.configs["router"], node="r1", listen=free_address(), **ends)
-        other = await Daemon.start(config, tmp_path / "r1.log")
-        try:
-            await other.wait_ready()
-            async with aiohttp.ClientSession(f"http://{other.ready['http']}") as http:
-                second = Site(_behind(first.fleet, other), http, first.configs, tmp_path)
-                await second.usable()
-                await _one_ends(first, second, gates, signal)
-        finally:
-            await other.stop()
+    async with (
+        fleet(tmp_path, prefills=[daemon], decodes=[daemon]) as first,
+        first.beside("r1") as second,
+    ):
+        await _one_ends(first, second, gates, signal)
 
 
 async def _one_ends(first: Site, second: Site, gates: Gates, signal: str) -> None:
@@ -53,13 +42,6 @@ async def _one_ends(first: Site, second: Site, gates: Gates, signal: str) -> Non
     assert [await each for each in ending] == [signal == "SIGTERM"] * len(theirs)
     assert equal(await second.complete(ours[0]), generated(ours[0]))
     await _held(second, 0)  # the workers stop the rooms of a router that is silent
-
-
-def _behind(fleet: Fleet, router: Daemon) -> Fleet:
-    """The same workers, seen through another router."""
-    seen = object.__new__(Fleet)
-    seen.daemons = [*fleet.of("prefill"), *fleet.of("decode"), router]
-    return seen
 
 
 async def _answered(site: Site, prompt: str) -> bool:

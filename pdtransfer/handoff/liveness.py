@@ -124,8 +124,8 @@ class Liveness:
         return min(max(self.last_seen + slow_s, self._gone_since + slow_s / 2), without) if self.gone else without
 
     def why(self, name: str, now: float) -> str:
-        """Why the peer counts as lost, for people."""
-        silence = f"{name} has been silent for {self.silent_ms(now):.0f} ms"
+        """Why the peer counts as lost, for people: without the key of an endpoint."""
+        silence = f"{name.rpartition('@')[2]} has been silent for {self.silent_ms(now):.0f} ms"
         return f"{silence}: {self.gone}" if self.gone else silence
 
     @property

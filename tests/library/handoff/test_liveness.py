@@ -59,7 +59,7 @@ def test_evidence_makes_a_slow_peer_lost_and_without_it_the_peer_has_until_silen
     peer.report("nothing listens there", 0.1)
     assert not peer.silent(0.4), "it has this long to come back"
     assert peer.silent(0.5)
-    assert peer.why("p", 0.5) == "p has been silent for 500 ms: nothing listens there"
+    assert peer.why("k@%@tcp://p:1", 0.5) == "tcp://p:1 has been silent for 500 ms: nothing listens there"
     peer.seen(0.5)
     assert not peer.gone
     assert not peer.silent(2.4)

@@ -87,11 +87,6 @@ def test_what_make_starts_keeps_its_bytecode() -> None:
     assert printed.stdout == "<>\n"
 
 
-def test_version_is_defined_once_for_all() -> None:
-    assert PYPROJECT["project"]["version"] == pdtransfer.__version__
-    assert pdtransfer.__version__ in (REPO / "CHANGELOG.md").read_text()
-
-
 def test_the_base_install_has_what_the_clients_need_and_no_other_package() -> None:
     named = {re.match(r"[\w-]+", each)[0] for each in PYPROJECT["project"]["dependencies"]}
     assert named == {"numpy", "pyzmq", "msgpack", "msgspec", "uvloop"}
@@ -100,12 +95,6 @@ def test_the_base_install_has_what_the_clients_need_and_no_other_package() -> No
     imported = {re.match(r"[\w-]+", each)[0].replace("-", "_") for each in extra}
     imported = imported - {"python_json_logger"} | {"pythonjsonlogger"}  # as it is imported
     assert imported | {"opentelemetry", "dns"} == set(daemons)
-
-
-def test_set_up_fetches_the_torch_that_the_package_asks_for() -> None:
-    wanted = PYPROJECT["project"]["optional-dependencies"]["transformers"]
-    (asked,) = (each for each in wanted if each.startswith("torch"))
-    assert re.findall(r"torch[<>][^\"']*", (REPO / "tools/venv").read_text()) == [asked]
 
 
 def test_core_contract_names_every_package_below_the_shells() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from tools.lint import arrays, asserts, ceilings, device_waits, modules, tests_tree, words
-from tools.lint.sources import Source, parsed
+from tools.lint import arrays, asserts, ceilings, device_waits, modules, tests_tree, versions, words
+from tools.lint.sources import REPO, Source, parsed
 
 Rule = Callable[[Iterable[Source]], Iterator[str]]
 
@@ -194,6 +194,18 @@ lab = { paths = ["lab"], ceiling = 9, goal = 9, role = "models" }
 def lines_above(**counts: int) -> list[str]:
     files = [parsed("1\n" * count, f"{path.replace('_', '/')}.py") for path, count in counts.items()]
     return list(ceilings.above(files, ceilings.rooms(TABLE)))
+
+
+def test_a_version_that_a_text_has_otherwise_or_no_more_is_found() -> None:
+    assert list(versions.in_the_tree()) == []
+    found = list(
+        versions.differing(lambda path: (REPO / path).read_text(encoding="utf-8").replace(" to 0.33", " to 0.9"))
+    )
+    assert found == [
+        f"{path}:1: vLLM's versions is 0.26 to 0.9: pdtransfer/adapters/kit/versions.py has 0.26 to 0.33"
+        for path in ("README.md", "docs/vllm.md")
+    ]
+    assert all("is not there" in each for each in versions.differing(lambda _: ""))
 
 
 def test_lines_count_to_the_room_with_the_longest_path_and_to_its_part() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from . import arrays, asserts, ceilings, device_waits, modules, tests_tree, words
+from . import arrays, asserts, ceilings, device_waits, modules, tests_tree, versions, words
 from .sources import product, sources
 
 
@@ -30,6 +30,7 @@ def complaints() -> Iterator[str]:
     yield from tests_tree.general_helpers(tests)
     yield from tests_tree.functions(tests)
     yield from tests_tree.private_reads(tests)
+    yield from versions.in_the_tree()
     yield from ceilings.above((*both, *tests), ceilings.ours())
 
 

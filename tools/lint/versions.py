@@ -75,8 +75,7 @@ def differing(texts: Callable[[str], str]) -> Iterator[str]:
             for pattern in patterns:
                 found = re.search(pattern, texts(path), re.MULTILINE)
                 if found is None or found[1] != wanted:
-                    text = "is not there" if found is None else f"is {found[1]}"
-                    yield f"{path}:1: {name} {text}: {source} has {wanted}"
+                    yield f"{path}:1: {name}: {found[1] if found else 'nothing'}, and {source} has {wanted}"
 
 
 def in_the_tree() -> Iterator[str]:

@@ -213,8 +213,8 @@ class Bus:
         if type(message) is Hello and (dialled := self._dialled.get(peer)) is not None:
             dialled.hello = frame
         sent = self.send_frame(peer, frame)
-        if type(message) is Reject and (route := self._route_to(peer)) is not None:
-            self._connections.rejected(route, self._loop.time())
+        if type(message) is Reject and (connection := self._connection_to(peer)) is not None:
+            connection.charge(1, self._loop.time(), self._limits)
         return sent
 
     def send_frame(self, peer: str, frame: bytes) -> bool:
@@ -222,9 +222,10 @@ class Bus:
         sent = False
         if (dialled := self._dialled.get(peer)) is not None:
             sent = dialled.send(frame)
-        elif (route := self._route_to(peer)) is not None:
-            while not (sent := self._route(route, frame)) and (other := self._route_to(peer)) not in (None, route):
-                route = other  # that connection has ended, and the peer has another
+        else:
+            tried = None
+            while not sent and (connection := self._connection_to(peer)) is not None and connection is not tried:
+                tried, sent = connection, self._route(connection, frame)  # where it has ended, there may be another
         if sent:
             self.sent += 1
         else:
@@ -281,8 +282,8 @@ class Bus:
         dialled = self._dialled.pop(peer, None)
         if dialled is not None:
             dialled.close()
-        for route in self._connections.routes_of(peer):
-            self._connections.forget(route)
+        for connection in self._connections.all_of(peer):
+            self._connections.forget(connection.route)
 
     async def close(self) -> None:
         """Closes all connections once queued messages have left, or after linger_ms. Idempotent."""
@@ -303,7 +304,7 @@ class Bus:
     def _on_listener_frame(self, route: bytes, frame: zmq.Frame) -> None:
         now = self._loop.time()
         user = "" if self._allowed is None else str(frame.get("User-Id"))
-        if self._allowed is not None and self._allowed.name_of(user) is None:
+        if self._allowed is not None and user not in self._allowed.names:
             self.dropped += 1  # its key was removed after the handshake
             if (tcp := self._tcp_of(frame)) is not None:
                 tcp.end()
@@ -345,11 +346,9 @@ class Bus:
         finally:
             self._greeting = None
 
-    def _route_to(self, peer: str) -> bytes | None:
+    def _connection_to(self, peer: str) -> Connection | None:
         greeting = self._greeting
-        if greeting is not None and greeting.name == peer:
-            return greeting.route
-        return self._connections.route_of(peer)
+        return greeting if greeting is not None and greeting.name == peer else self._connections.named(peer)
 
     def _tcp_of(self, frame: zmq.Frame) -> TcpConnection | None:
         return TcpConnection.of_frame(frame, curve=self._keys is not None)
@@ -436,7 +435,7 @@ class Bus:
 
     def peer_name(self, name: str) -> str:
         """Returns the name that `receive` uses for a dialling peer, from its key, its listed name, or its node."""
-        return f"node:{name}" if self._allowed is None else f"key:{self._allowed.name_of(name) or name}"
+        return f"node:{name}" if self._allowed is None else f"key:{self._allowed.names.get(name, name)}"
 
     def _name(self, user: str, hello: Hello) -> str:
         if self._allowed is not None:
@@ -460,25 +459,25 @@ class Bus:
         else:
             reason = BREACH
             connection.mute(until, hostile=True)
-        self._route(connection.route, _reject(reason, error))
+        self._route(connection, _reject(reason, error))
         owner = connection.name and not connection.superseded
         self._on_refused(connection.name if owner else f"unknown:{address_of_frame(frame)}", error)
 
-    def _route(self, route: bytes, frame: bytes) -> bool:
+    def _route(self, connection: Connection, frame: bytes) -> bool:
         if self._router is None or self._router_drain is None:
             return False
         self._router_drain.check()
         try:
-            self._router.send(route, NOBLOCK_MORE)
+            self._router.send(connection.route, NOBLOCK_MORE)
             self._router.send(frame, NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            name = self._connections.name_of(route)
-            self._connections.depart(route)
-            if name and self._connections.route_of(name) is None:
+            name = "" if connection.superseded else connection.name
+            self._connections.depart(connection.route)
+            if name and self._connections.named(name) is None:
                 self._absent.end(name, self._loop.time())
             return False
         return True

@@ -79,7 +79,7 @@ class Connections:
         self._limits, self._supersede = limits, supersede
         self._named: dict[bytes, Connection] = {}
         self._unnamed: dict[bytes, Connection] = {}
-        self._routes: dict[str, list[bytes]] = {}  # by name, keys of _named; messages to the name go to the last
+        self._owners: dict[str, list[Connection]] = {}  # by name, those of _named; messages to the name go to the last
 
     def __len__(self) -> int:
         return len(self._named) + len(self._unnamed)
@@ -103,8 +103,7 @@ class Connections:
         """
         route = connection.route
         if connection.name == name and not connection.superseded:
-            connection.incarnation = incarnation
-            self._demote_others(connection)
+            self._demote_others(connection, name, incarnation)
             return
         if connection.name and not (connection.name == name and self._is_stale(name, now)):
             self.check(connection)
@@ -113,17 +112,16 @@ class Connections:
         if not _is_given(route):
             raise RemoteProtocolError("routing id", f"{route[:16].hex()} was set by the dialler; it must not be")
         if not self._supersede and any(
-            connection.tcp is not None and connection.tcp.is_open for connection in self._of(name)
+            connection.tcp is not None and connection.tcp.is_open for connection in self.all_of(name)
         ):
             raise TurnedAwayError(TAKEN, "Hello.identity.node", f"{name} is connected already")
-        connection.incarnation = incarnation
-        self._demote_others(connection, name)
+        self._demote_others(connection, name, incarnation)
         if len(self._named) >= self._limits.named_max:
             self._make_place(now)
         self._unnamed.pop(route, None)
         connection.name, connection.superseded, connection.last_message_at = name, False, now
         self._named[route] = connection
-        self._routes.setdefault(name, []).insert(0, route)
+        self._owners.setdefault(name, []).insert(0, connection)
 
     def check(self, connection: Connection) -> bool:
         """The connection has sent something else than Hello: messages to its name go there from now on; returns whether
@@ -133,40 +131,25 @@ class Connections:
         if connection.superseded:
             text = f"{connection.name} has a newer connection: is another process run with this --node, or this key?"
             raise TurnedAwayError(SUPERSEDED, "connection", text)
-        routes = self._routes[connection.name]
-        if routes[-1] == connection.route:
+        owners = self._owners[connection.name]
+        if owners[-1] is connection:
             return False
-        routes.remove(connection.route)
-        routes.append(connection.route)
+        owners.remove(connection)
+        owners.append(connection)
         return True
 
-    def route_of(self, name: str) -> bytes | None:
-        """Returns the route to a name."""
-        routes = self._routes.get(name)
-        return routes[-1] if routes else None
-
-    def routes_of(self, name: str) -> list[bytes]:
-        """Returns all routes to a name."""
-        return list(self._routes.get(name, ()))
-
-    def name_of(self, route: bytes) -> str:
-        """Returns the name that a route owns; empty for none."""
-        return self._named[route].name if route in self._named else ""
+    def all_of(self, name: str) -> list[Connection]:
+        """Returns all connections of a name; messages to it go to the last."""
+        return list(self._owners.get(name, ()))
 
     def named(self, name: str) -> Connection | None:
         """Returns the connection to which messages to a name go."""
-        return None if (route := self.route_of(name)) is None else self._named[route]
+        return self._owners[name][-1] if name in self._owners else None
 
     @property
     def all_named(self) -> Iterator[Connection]:
         """The connections that own a name."""
         return iter(self._named.values())
-
-    def rejected(self, route: bytes, now: float) -> None:
-        """Counts a Reject sent to this connection, since each costs time."""
-        connection = self._named.get(route)
-        if connection is not None:
-            connection.charge(1, now, self._limits)
 
     def forget(self, route: bytes) -> None:
         """Removes the connection, which is closed or must send Hello again. Ignores unknown routes."""
@@ -217,30 +200,27 @@ class Connections:
         yield from self._named.values()
         yield from self._unnamed.values()
 
-    def _of(self, name: str) -> list[Connection]:
-        return [self._named[route] for route in self._routes.get(name, ())]
-
     def _is_stale(self, name: str, now: float) -> bool:
-        return all(now - connection.last_message_at >= self._limits.stale_ms / 1e3 for connection in self._of(name))
+        return all(now - connection.last_message_at >= self._limits.stale_ms / 1e3 for connection in self.all_of(name))
 
-    def _demote_others(self, connection: Connection, name: str = "") -> None:
-        """Supersedes the connections of other processes with this one's name; and, where its own process has too many,
-        the one that has been silent longest."""
-        same = 1
-        for elder in sorted(self._of(name or connection.name), key=lambda other: -other.last_message_at):
+    def _demote_others(self, connection: Connection, name: str, incarnation: int) -> None:
+        """A process has said this name on the connection: supersedes those of other processes with it; and, where its
+        own process has too many, the one that has been silent longest."""
+        connection.incarnation, same = incarnation, 1
+        for elder in sorted(self.all_of(name), key=lambda other: -other.last_message_at):
             if elder is not connection:
-                same += elder.incarnation == connection.incarnation
-                if elder.incarnation != connection.incarnation or same > self._limits.same_max:
+                same += elder.incarnation == incarnation
+                if elder.incarnation != incarnation or same > self._limits.same_max:
                     del self._named[elder.route]
                     self._unroute(elder)
                     elder.superseded = True
                     self._keep_unnamed(elder)
 
     def _unroute(self, connection: Connection) -> None:
-        routes = self._routes[connection.name]
-        routes.remove(connection.route)
-        if not routes:
-            del self._routes[connection.name]
+        owners = self._owners[connection.name]
+        owners.remove(connection)
+        if not owners:
+            del self._owners[connection.name]
 
     def _keep_unnamed(self, connection: Connection) -> None:
         while len(self._unnamed) >= self._limits.unnamed_max:

@@ -98,10 +98,6 @@ class AllowList:
     names: Mapping[str, str]
     roles: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
-    def name_of(self, public: str) -> str | None:
-        """Returns the name listed for a public key, None for an unknown key."""
-        return self.names.get(public)
-
     def entry(self, public: str) -> tuple[str | None, frozenset[str] | None]:
         """Returns the name and the roles listed for a public key."""
         return self.names.get(public), self.roles.get(public)

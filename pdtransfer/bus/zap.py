@@ -84,7 +84,7 @@ class Authenticator:
         version, request_id, domain, address, _, mechanism, *credentials = request
         is_curve = version == _VERSION and domain == DOMAIN.encode() and mechanism == b"CURVE"
         key: bytes = z85.encode(credentials[0]) if is_curve and len(credentials[0]) == _KEY_BYTES else b""
-        if self.allowed.name_of(key.decode()) is not None:
+        if key.decode() in self.allowed.names:
             if self._banned.get(key.decode(), 0.0) > self._loop.time():
                 self.refused += 1
                 return [_VERSION, request_id, b"400", b"banned for a while", b"", b""]

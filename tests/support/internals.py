@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # processes under test import no more than they need
     from pdtransfer.bus import Bus
+    from pdtransfer.bus.connections import Connections
     from pdtransfer.client.clients import DecodeClient, PrefillClient
 
 
@@ -29,9 +30,9 @@ def connections_of(bus: Bus) -> list[Any]:
     return bus._connections._all()
 
 
-def route_of(bus: Bus, peer: str) -> bytes | None:
-    """Where messages to a peer that has dialled go."""
-    return bus._connections.route_of(peer)
+def routes_of(listener: Bus | Connections, peer: str) -> list[bytes]:
+    """Of the connections of a peer that has dialled; messages to it go to the last."""
+    return [connection.route for connection in getattr(listener, "_connections", listener).all_of(peer)]
 
 
 def audited(bus: Bus, peer: str = "") -> Any:

@@ -25,7 +25,7 @@ from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.bus.sockets import TcpConnection, received_bytes
 from pdtransfer.wire import Message, Ping, Pong
 from tests.support.bus_peers import hello
-from tests.support.internals import connections_of, dialled_by, route_of
+from tests.support.internals import connections_of, dialled_by, routes_of
 
 
 def send(**what: Any) -> None:
@@ -100,7 +100,7 @@ async def main(settings: dict[str, Any]) -> None:
         if type(message) is Ping:
             node.send(peer, Pong(message.incarnation))
         number = message.incarnation if type(message) is Ping else 0
-        send(step="received", number=number, route=(route_of(node, peer) or b"").hex())
+        send(step="received", number=number, route=b"".join(routes_of(node, peer)).hex())
 
     node = Bus(
         node="doomed", keys=KeyPair(**keys["own"]) if keys else None,

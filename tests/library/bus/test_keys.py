@@ -36,7 +36,7 @@ def test_generated_keys_are_a_working_curve_pair_that_only_the_owner_can_read(tm
     assert stat.S_IMODE((tmp_path / "decode-0.key").stat().st_mode) == 0o600
     assert zmq.curve_public(pair.secret.encode()).decode() == pair.public
     assert (tmp_path / "decode-0.pub").read_text() == line + "\n"
-    assert AllowList.read(tmp_path / "decode-0.pub").name_of(pair.public) == "decode-0"
+    assert AllowList.read(tmp_path / "decode-0.pub").names[pair.public] == "decode-0"
     assert pair.secret not in repr(pair)
     assert pair.secret not in (tmp_path / "decode-0.pub").read_text()
 
@@ -120,7 +120,6 @@ def test_an_allow_list_takes_comments_blank_lines_and_keys_with_hashes() -> None
     text = f"# peers\n\n  prefill-0   {KEY}   # rack 3, # twice\nrouter.a\t{OTHER}\ndecode {hashed} #\n"
     allowed = AllowList.parse(text, source="list")
     assert dict(allowed.names) == {KEY: "prefill-0", OTHER: "router.a", hashed: "decode"}
-    assert allowed.name_of(KEY[::-1]) is None
 
 
 def test_an_allow_list_may_limit_a_peers_roles() -> None:

@@ -102,10 +102,10 @@ class SpelledNetwork(Network):
         if self._greeting is not None and (self._greeting.listener, self._greeting.dialler) == (source.name, target):
             return self._greeting
         table = self._table(source)
-        while (route := table.route_of(target)) is not None:
-            if self._lives(self._ways[route]):
-                return self._ways[route]
-            table.depart(route)
+        while (connection := table.named(target)) is not None:
+            if self._lives(way := self._ways[connection.route]):
+                return way
+            table.depart(connection.route)
         return None
 
     def _lives(self, way: Way) -> bool:

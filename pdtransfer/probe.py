@@ -21,6 +21,7 @@ class Seen:
     state: State
     found: str
     mend: str = ""  # the command that fixes it
+    name: str = ""  # of the probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,10 @@ def sockets(root: Path) -> Iterator[tuple[str, str, int]]:
     for name in ("tcp", "tcp6"):
         for line in read(within(root, f"/proc/net/{name}")).splitlines()[1:]:
             words = line.split()
-            if len(words) < 4 or ":" not in words[1]:
-                continue
-            host, _, port = words[1].partition(":")
             try:
+                host, _, port = words[1].partition(":")
                 packed = b"".join(bytes.fromhex(host[start : start + 8])[::-1] for start in range(0, len(host), 8))
                 text = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
                 yield words[3], text, int(port, 16)
-            except ValueError:
+            except (IndexError, ValueError):
                 continue

@@ -9,12 +9,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import tomllib
 import zipfile
 from collections.abc import Iterator
 from email.parser import Parser
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +23,7 @@ import pytest
 import pdtransfer
 from pdtransfer.bus.keys import Address, AllowList, KeyPair
 from pdtransfer.serve.commands import cli
+from tests.support.http_answers import answering
 from tests.support.paths import REPO
 
 PYPROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
@@ -211,28 +210,11 @@ def test_image_copies_only_what_is_there_and_is_not_ignored() -> None:
     assert all((REPO / name).exists() for name in copied if "[" not in name)
 
 
-class Health(BaseHTTPRequestHandler):
-    """A daemon that is ready at /ready, and elsewhere is not yet."""
-
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/ready" else 503)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_image_is_healthy_once_its_daemon_reports_that_it_is_ready() -> None:
     command = [sys.executable, REPO / "deploy" / "healthy"]
-    with HTTPServer(("127.0.0.1", 0), Health) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            urls = [f"http://127.0.0.1:{server.server_port}/{path}" for path in ("ready", "health")]
-            asked = [subprocess.run(command, env={"HEALTH_URL": url}, timeout=60, check=False) for url in urls]
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(lambda path, _: (200 if path == "/ready" else 503, b"")) as url:
+        urls = [f"{url}/{path}" for path in ("ready", "health")]
+        asked = [subprocess.run(command, env={"HEALTH_URL": each}, timeout=60, check=False) for each in urls]
     nobody = subprocess.run(command, env={"HEALTH_URL": urls[0]}, timeout=60, check=False)
     assert [each.returncode for each in (*asked, nobody)] == [0, 1, 1]
 

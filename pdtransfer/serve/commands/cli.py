@@ -23,7 +23,7 @@ from ..process import logs
 from ..settings.router import RouterConfig
 from .flags import FLAT
 from .installed import add_installed
-from .settings_sources import sources, warn_of_unknown
+from .settings_sources import nearest, sources, warn_of_unknown
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 SERVED_AT = {"--listen", "--http", "--host", "--port"}  # where HTTP is served: the router, daemons, other servers
@@ -42,21 +42,6 @@ app = App(
 app.meta.suppress_keyboard_interrupt = False
 
 
-def _from(module: str, **helps: str) -> None:
-    """Adds the commands of a module, which is imported when one of them runs; each has its name there."""
-    for name, text in helps.items():
-        app.command(f"pdtransfer.serve.commands.{module}:{name}", name=name, help=text)
-
-
-_from(
-    "daemons",
-    prefill="Runs a prefill daemon: computes prompts and writes their KV into decode's memory.",
-    decode="Runs a decode daemon: owns the arena, and generates from it.",
-    demo="Starts everything on this host, sends prompts, and checks each answer against a single process.",
-)
-_from("workers", workers="Lists, adds, drains and removes the workers of a running router.")
-
-
 @app.command
 def router(config: Annotated[RouterConfig | None, FLAT] = None) -> int:
     """Runs the router: the HTTP API in front of prefill and decode daemons, or of vLLM or SGLang servers."""
@@ -68,15 +53,21 @@ def router(config: Annotated[RouterConfig | None, FLAT] = None) -> int:
     return run(config)
 
 
-_from(
-    "tool_commands",
-    top="Shows a fleet in the terminal, live: workers, rooms, rates, arenas and the last failures. q ends it.",
-    timeline="Breaks down the time to each room's first token, from the timelines of prefill, decode and router.",
-    doctor="Lists what this host has and lacks, with a command to fix each problem; status 1 if something required is "
-    "missing. With two URLs compares the engines there, before their first request; status 1 if they do not fit.",
-    keygen="Writes NAME.key, which stays secret, and NAME.pub, a line for the allow-list of every peer.",
-    kernels="The kernels that run on a GPU.",
-)
+# The others: the modules of their functions are imported when they run.
+_HELP = {
+    "daemons:prefill": "Runs a prefill daemon: computes prompts and writes their KV into decode's memory.",
+    "daemons:decode": "Runs a decode daemon: owns the arena, and generates from it.",
+    "daemons:demo": "Starts all on this host, sends prompts, and checks each answer against a single process.",
+    "workers:workers": "Lists, adds, drains and removes the workers of a running router.",
+    "top:top": "Shows a fleet in the terminal, live: workers, rooms, rates, arenas and the last failures. q ends it.",
+    "tool_commands:timeline": "Breaks down the time to each room's first token, by timelines of all processes.",
+    "doctor:doctor": "Lists what this host has and lacks, with a command to fix each problem; status 1 if something "
+    "required is missing. With two URLs compares the engines there; status 1 if they do not fit.",
+    "tool_commands:keygen": "Writes NAME.key, which stays secret, and NAME.pub, a line for every peer's allow-list.",
+    "kernels_build:kernels": "The kernels that run on a GPU.",
+}
+for _function, _text in _HELP.items():
+    app.command(f"pdtransfer.serve.commands.{_function}", name=_function.partition(":")[2], help=_text)
 
 
 @app.meta.default
@@ -125,10 +116,12 @@ def _line(error: Exception) -> str:
 
 
 def _unknown(error: UnknownOptionError) -> str:
-    """Names the command's own option, where the unknown one is a sibling's or another server's for the same thing."""
-    option = error.token.keyword or error.token.value
-    own = [name for argument in error.argument_collection for name in argument.names if name in SERVED_AT]
-    return f"Unknown option: {option}. Did you mean {own[0]} HOST:PORT?" if own and option in SERVED_AT else str(error)
+    """Names the option that is meant: the command's own for where HTTP is served, or the nearest."""
+    option = (error.token.keyword or error.token.value).partition("=")[0]
+    names = [name for argument in error.argument_collection if argument.parse for name in argument.names]
+    served = next((name for name in names if option in SERVED_AT and name in SERVED_AT), "")
+    near = f"{served} HOST:PORT" if served else nearest(option, names)
+    return f"Unknown option: {option}." + (f" Did you mean {near}?" if near else "")
 
 
 def _print_error(text: str, status: int) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from functools import partial
 from json import dumps
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
@@ -18,6 +20,8 @@ from ...probe import KERNEL, Probe, Seen, State, missing, warn
 from ...transports.options import Network
 from ...transports.registry import TRANSPORTS
 from ..settings.worker import PrefillConfig
+from . import engine_facts
+from .flags import Json
 from .probes import builds, cards, host, kernel, network
 
 VENV = complete_environment()
@@ -53,22 +57,21 @@ PROBES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line: `found` describes the host, `mend` is the command that fixes a problem, empty for none."""
-
-    name: str
-    state: State
-    found: str
-    mend: str
-
-
-def run(*, json: bool, transport_ports: Sequence[str] = (), bind: str = "", advertise: str = "") -> int:
-    """Runs every probe, and prints a table or one JSON object; returns 1 if something required is missing.
-
-    `transport_ports` are the port ranges of this host's daemons, first-last; `bind` and `advertise` those of one.
-    Raises ConfigError where they cannot be a daemon's.
-    """
+def doctor(
+    prefill_url: Annotated[str, Parameter(help="The URL of a prefill engine's server, to compare engines.")] = "",
+    decode_url: Annotated[str, Parameter(help="The URL of a decode engine's server.")] = "",
+    /,
+    *,
+    transport_ports: Annotated[tuple[str, ...], Parameter(help="Daemons' ports, first-last; may be repeated.")] = (),
+    bind: Annotated[str, Parameter(help="A daemon's --bind, for which each transport is asked.")] = "",
+    advertise: Annotated[str, Parameter(help="Its --advertise.")] = "",
+    api_key: Annotated[Path | None, Parameter(help="A file with an API key, for engines that ask for one.")] = None,
+    json: Json = False,
+) -> int:
+    """Runs every probe, or compares two engines; prints a table or one JSON object. Returns 1 if something required is
+    missing. Raises ConfigError where the flags cannot be a daemon's."""
+    if prefill_url or decode_url:
+        return engine_facts.run(prefill_url, decode_url, api_key=api_key, json=json)
     asked = PrefillConfig(bind=bind or PrefillConfig().bind, advertise=advertise, insecure=True).network
     findings = examine(transport_ports=transport_ports, asked=asked)
     lacking = [finding.name for finding in findings if finding.state == "missing"]
@@ -79,10 +82,8 @@ def run(*, json: bool, transport_ports: Sequence[str] = (), bind: str = "", adve
     return int(bool(lacking))
 
 
-def examine(
-    root: Path = Path("/"), *, transport_ports: Sequence[str] = (), asked: Network | None = None
-) -> list[Finding]:
-    """Returns the findings of all probes for the host's files below `root`. Never raises."""
+def examine(root: Path = Path("/"), *, transport_ports: Sequence[str] = (), asked: Network | None = None) -> list[Seen]:
+    """Returns what all probes find for the host's files below `root`. Never raises."""
     return [_finding(probe, root) for probe in probes(transport_ports, asked)]
 
 
@@ -97,34 +98,28 @@ def probes(transport_ports: Sequence[str] = (), asked: Network | None = None) ->
     return [*PROBES, *shared.values(), firewall, chosen]
 
 
-def _finding(probe: Probe, root: Path) -> Finding:
+def _finding(probe: Probe, root: Path) -> Seen:
     try:
         seen = probe.look(root)
     except Exception as error:  # noqa: BLE001 (no host, and no bug of one probe, hides what the others see)
-        seen = _untried(probe, error)
-    return Finding(name=probe.name, state=seen.state, found=seen.found, mend=seen.mend)
+        reason = " ".join(f"cannot be tried: {type(error).__name__}: {error}".split())
+        seen = (missing if probe.required else warn)(reason, probe.mend or "pdtransfer doctor --json, into a report")
+    return replace(seen, name=probe.name)
 
 
-def _untried(probe: Probe, error: Exception) -> Seen:
-    reason = " ".join(f"cannot be tried: {type(error).__name__}: {error}".split())
-    mend = probe.mend or "pdtransfer doctor --json, into a report"
-    return missing(reason, mend) if probe.required else warn(reason, mend)
-
-
-def _show(findings: list[Finding], lacking: list[str]) -> None:
+def _show(findings: list[Seen], lacking: list[str]) -> None:
     console = Console(highlight=False)
     states, subjects = (max(map(len, column)) for column in zip(*((f.state, f.name) for f in findings), strict=True))
     indent = " " * (states + subjects + 4)
+    width = max(len(indent) + FOUND_COLUMNS_MIN, console.width)
     for finding in findings:
-        lines = textwrap.wrap(
-            finding.found, max(FOUND_COLUMNS_MIN, console.width - len(indent)), break_on_hyphens=False
+        head = f"{finding.state:{states}}  {finding.name:{subjects}}  "
+        lines = textwrap.fill(
+            finding.found, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
         )
-        line = Text(f"{finding.state:{states}}", style=COLORS[finding.state])
-        console.print(
-            line.append(f"  {finding.name:{subjects}}  ", style="none").append(lines[0], style="none"), soft_wrap=True
-        )
-        for more in lines[1:]:
-            console.print(Text(indent + more), soft_wrap=True)
+        text = Text(lines)
+        text.stylize(COLORS[finding.state], 0, states)
+        console.print(text, soft_wrap=True)
         if finding.mend:
             # On one line, so that it can be copied.
             console.print(Text(f"{indent}-> {finding.mend}", style="bold"), soft_wrap=True)

@@ -142,7 +142,7 @@ class _Server(HttpClient):
         )
 
     def _of_sglang(self) -> ShownIdentity | None:
-        status, body = self._ask("GET", "/server_info")
+        status, body = self.ask("GET", "/server_info")
         if status != 200 or b'"disaggregation_mode"' not in body:
             return None
         states = parse(body, _SERVER_INFO).internal_states
@@ -150,7 +150,7 @@ class _Server(HttpClient):
         return shown and replace(shown, context_tokens=DIALECTS["sglang"].longest(body) or 0)
 
     def _of_daemon(self) -> ShownIdentity | None:
-        status, body = self._ask("GET", "/health")
+        status, body = self.ask("GET", "/health")
         if not body.startswith(b'{"ready":'):
             return None
         health = parse(body, _DAEMON_HEALTH)
@@ -159,20 +159,14 @@ class _Server(HttpClient):
         return health.identity
 
     def _of_vllm(self) -> ShownIdentity | None:
-        status, body = self._ask("POST", "/v1/completions", _REQUEST)
+        status, body = self.ask("POST", "/v1/completions", _REQUEST)
         if status != 200:
             return None
         params = parse(body, _ANSWER).kv_transfer_params
         if params is None or params.identity is None:
             return None
-        _, models = self._ask("GET", DIALECTS["vllm"].longest_path)
+        _, models = self.ask("GET", DIALECTS["vllm"].longest_path)
         return replace(params.identity, context_tokens=DIALECTS["vllm"].longest(models) or 0)
-
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        status, answer = self.request(method, path, body)
-        if status == 401:
-            raise WorldError(f"{self.url} asks for an API key: name a file that has one with --api-key")
-        return status, answer
 
 
 def _show(heads: list[str], rows: list[Row], misfits: list[str], longest: int | None) -> None:

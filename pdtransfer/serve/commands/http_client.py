@@ -47,6 +47,13 @@ class HttpClient:
             raise WorldError(f"{self.url}{path}: its answer is longer than {ANSWER_BYTES_MAX} bytes")
         return answer.status, body_read
 
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """As `request`, of a server that may ask for an API key."""
+        status, answer = self.request(method, path, body)
+        if status == 401:
+            raise WorldError(f"{self.url} asks for an API key: name a file that has one with --api-key")
+        return status, answer
+
     def close(self) -> None:
         """Closes the connection."""
         self._connection.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from json import dumps
 from time import perf_counter
+from typing import Annotated
+
+from cyclopts import App, Parameter
 
 from ...errors import WorldError
 from ...kernels import UnusableError, checksum_copy, native, private_directory
@@ -12,11 +14,19 @@ from ...kernels.compiled import KERNELS, compiler, machine_code
 from ...kernels.driver import count
 from ...kernels.gpu import gpu_at
 from ...kernels.ring import lanes
+from .flags import Json
+
+kernels = App(name="kernels", help="The kernels that run on a GPU.")
 
 
-def run(architectures: Sequence[str], *, json: bool) -> int:
-    """Compiles, prints the results and returns 0. Raises WorldError without a compiler or a usable cache."""
-    names = list(architectures) or sorted({gpu_at(ordinal).architecture for ordinal in range(count())})
+@kernels.command
+def build(
+    *,
+    arch: Annotated[tuple[str, ...], Parameter(help="Architectures such as sm_90; by default the GPUs' own.")] = (),
+    json: Json = False,
+) -> int:
+    """Compiles every kernel into the cache ahead of time; with --arch also on a host without a GPU."""
+    names = list(arch) or sorted({gpu_at(ordinal).architecture for ordinal in range(count())})
     if not names:
         raise WorldError("this host has no GPU: name an architecture with --arch, such as sm_90")
     try:

@@ -6,7 +6,7 @@ import difflib
 import logging
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -81,8 +81,30 @@ def _known(path: Path, prefix: str, table: object, names: list[str]) -> None:
         raise ConfigError(f"config = '{path}': {prefix}must be a table")
     for key in cast("dict[str, object]", table):
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            raise ConfigError(f"config = '{path}': {prefix}{key} is unknown" + (f"; is it {near[0]}?" if near else ""))
+            near = nearest(key, names)
+            raise ConfigError(f"config = '{path}': {prefix}{key} is unknown" + (f"; is it {near}?" if near else ""))
+
+
+def nearest(name: str, names: Iterable[str], likeness_min: float = 0.6) -> str:
+    """The name that a typing error may be meant for, or the first that begins with this word; empty for none. What many
+    names begin with, `--` or a group as in `--limits.window`, makes no two of them alike."""
+
+    def likeness(other: str) -> float:
+        (whole, last), (whole_of_other, last_of_other) = _parts(name), _parts(other)
+        if whole_of_other.startswith(f"{whole}-"):
+            return likeness_min
+        ratios = (
+            difflib.SequenceMatcher(None, *pair).ratio() for pair in ((whole, whole_of_other), (last, last_of_other))
+        )
+        return min(ratios)
+
+    best = max(names, key=likeness, default="")
+    return best if best and likeness(best) >= likeness_min else ""
+
+
+def _parts(name: str) -> tuple[str, str]:
+    whole = name.lower().lstrip("-").replace("_", "-").replace("limits-", "limits.")
+    return whole, whole.rpartition(".")[2]
 
 
 def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001
@@ -106,5 +128,5 @@ def warn_of_unknown(config: NodeConfig) -> None:
     settings = [field.name.upper() for command in COMMANDS for field in fields(settings_of(command))]
     settings += ["CONFIG", "DEBUG", *(f"LIMITS_{field.name.upper()}" for field in fields(Limits))]
     for name in sorted(names.difference(settings)):
-        near = difflib.get_close_matches(name, settings, n=1, cutoff=0.75)
-        log.warning("%s: no daemon has this setting%s", PREFIX + name, f"; is it {PREFIX}{near[0]}?" if near else "")
+        near = nearest(name, settings, 0.75)
+        log.warning("%s: no daemon has this setting%s", PREFIX + name, f"; is it {PREFIX}{near}?" if near else "")

@@ -10,13 +10,15 @@ import tty
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from cyclopts import Parameter
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 
-from ...errors import WorldError
+from ...errors import ConfigError, RemoteProtocolError, WorldError
+from ...schema import parse
 from ..router.fleet.status import FleetStatus
 from .http_client import HttpClient, read_api_key
 from .top_view import view
@@ -40,17 +42,13 @@ class StatusSource(HttpClient):
         return msgspec.json.encode(self._decoded(dict[str, Any])).decode()
 
     def _decoded(self, kind: type[_Document]) -> _Document:
-        status, body = self.request("GET", "/status")
-        if status == 401:
-            raise WorldError(f"{self.url} asks for an API key: name a file that has one with --api-key")
+        status, body = self.ask("GET", "/status")
         if status != 200:
             raise WorldError(f"{self.url}/status answers {status}: this is not a pdtransfer router, or an older one")
         try:
-            return msgspec.json.decode(body, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return parse(body, msgspec.json.Decoder(kind))
+        except RemoteProtocolError as error:
             raise WorldError(f"{self.url}/status: {error}") from None
-        except RecursionError:
-            raise WorldError(f"{self.url}/status: nested too deeply") from None
 
 
 class _Screen:
@@ -68,9 +66,18 @@ class _Screen:
         )
 
 
-def run(url: str, *, key: Path | None, interval_s: float, once: bool, json: bool) -> int:
+def top(
+    *,
+    router: Annotated[str, Parameter(help="The router's URL.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[Path | None, Parameter(help="A file with an API key, for a router that asks for one.")] = None,
+    interval: Annotated[float, Parameter(help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, Parameter(help="Print once and end, as when the output is not a terminal.")] = False,
+    json: Annotated[bool, Parameter(help="Print the router's status document once.")] = False,
+) -> int:
     """The command `pdtransfer top`; returns its exit status. Raises ConfigError and WorldError."""
-    source = StatusSource(url, "" if key is None else read_api_key(key))
+    if not 0.1 <= interval <= 3_600:
+        raise ConfigError(f"interval = {interval}: must be 0.1 to 3600 seconds")
+    source = StatusSource(router, "" if api_key is None else read_api_key(api_key))
     console = Console(highlight=False, markup=False, emoji=False)
     try:
         if json:
@@ -83,7 +90,7 @@ def run(url: str, *, key: Path | None, interval_s: float, once: bool, json: bool
             )
             return 0
         with _single_keys() as key_pressed:
-            _watch(source, console, interval_s, key_pressed)
+            _watch(source, console, interval, key_pressed)
         return 0
     finally:
         source.close()

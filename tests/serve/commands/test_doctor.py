@@ -56,7 +56,7 @@ def put(root: Path, **files: str) -> Path:
 
 @pytest.mark.slow
 def test_this_host_passes_and_json_equals_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    status = doctor.run(json=True)
+    status = doctor.doctor(json=True)
     answer = json.loads(capsys.readouterr().out)
     assert (status, answer["ok"]) == (0, True)
     assert [each["name"] for each in answer["findings"]] == [probe.name for probe in doctor.probes()]
@@ -64,7 +64,7 @@ def test_this_host_passes_and_json_equals_the_table(capsys: pytest.CaptureFixtur
         assert each.keys() == {"name", "state", "found", "mend"}
         assert each["found"]
         assert bool(each["mend"]) == (each["state"] != "ok")
-    assert doctor.run(json=False) == 0
+    assert doctor.doctor(json=False) == 0
     table = capsys.readouterr().out
     assert all(probe.name in table for probe in doctor.probes())
     assert "\nNothing required is missing." in table
@@ -75,7 +75,7 @@ def test_missing_requirement_is_status_1_with_its_fix(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     only(monkeypatch, probe_of("a", probes.ok, "fine"), probe_of("b", probes.missing, "[none] of it", "get it"))
-    assert doctor.run(json=as_json) == 1
+    assert doctor.doctor(json=as_json) == 1
     out = capsys.readouterr().out
     assert "[none] of it" in out
     assert "get it" in out
@@ -84,7 +84,7 @@ def test_missing_requirement_is_status_1_with_its_fix(
 
 def test_warning_is_status_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     only(monkeypatch, probe_of("a", probes.warn, "slow", "speed up"))
-    assert doctor.run(json=False) == 0
+    assert doctor.doctor(json=False) == 0
     out = capsys.readouterr().out
     assert "speed up" in out
     assert "1 warning." in out
@@ -96,7 +96,7 @@ def test_a_command_is_on_one_line_on_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", "40")
     command = "echo " + " ".join("word" for _ in range(40))
     only(monkeypatch, probe_of("a", probes.warn, "slow " * 30, command))
-    doctor.run(json=False)
+    doctor.doctor(json=False)
     out = capsys.readouterr().out
     assert command in out
     assert len(out.splitlines()) > 5
@@ -109,7 +109,7 @@ def test_a_failed_system_call_is_missing_and_other_probes_run(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refused)
-    assert doctor.run(json=True) == 1
+    assert doctor.doctor(json=True) == 1
     states = {each["name"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
     for name in ("sealed memfd", "fence lock", "descriptor passing"):
         assert states[name]["state"] == "missing"

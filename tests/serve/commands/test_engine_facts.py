@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,10 @@ from pdtransfer.handoff.identity_check import ShownIdentity, shown
 from pdtransfer.serve.commands import engine_facts
 from pdtransfer.serve.commands.cli import main
 from tests.support.client_pair import client_pair, settings
+from tests.support.http_answers import Answer, Site
 from tests.support.json_values import spoiled
 
 FACTS = {"hidden_size": "256", "block_size": "128", "engine": "vLLM 0.32.0"}
-Answer = Callable[[str, bytes], tuple[int, bytes]]
 
 
 def vllm(identity: Any) -> Answer:
@@ -69,50 +66,10 @@ def daemon(identity: Any, *, ready: bool = True) -> Answer:
 KINDS = {"vllm": vllm, "sglang": sglang, "daemon": daemon}
 
 
-@dataclass
-class Site:
-    """Servers of this process, at loopback."""
-
-    servers: list[ThreadingHTTPServer] = field(default_factory=list)
-
-    def url(self, answer: Answer, key: str = "") -> str:
-        class Server(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                keyed = not key or self.headers.get("Authorization") == f"Bearer {key}"
-                status, text = answer(self.path, body) if keyed else (401, b"{}")
-                if body and self.headers.get("Content-Type") != "application/json":  # as vLLM's servers
-                    status, text = 415, b"{}"
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            do_GET = do_POST = answer
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Server))
-        threading.Thread(target=self.servers[-1].serve_forever).start()
-        return f"http://127.0.0.1:{self.servers[-1].server_port}"
-
-
-@contextmanager
-def made_site() -> Iterator[Site]:
-    site = Site()
-    try:
-        yield site
-    finally:
-        for server in site.servers:
-            server.shutdown()
-            server.server_close()
-
-
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with made_site() as made:
-        yield made
+    with ExitStack() as ended:
+        yield Site(ended)
 
 
 def identity_of(role: str, **more: Any) -> dict[str, Any]:

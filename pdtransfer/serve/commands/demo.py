@@ -12,8 +12,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from importlib.util import find_spec
@@ -34,7 +34,7 @@ from ...environment import pip_install
 from ...errors import ConfigError, PDTransferError, WorldError
 from ...kernels import driver
 from ...limits import Limits
-from ..process.fleet import Fleet, Standing
+from ..process.fleet import Fleet
 from ..process.signals import end_with_parent
 from ..settings.node import BUILT_IN, REFERENCE
 from ..settings.router import RouterConfig
@@ -72,11 +72,8 @@ class DemoAnswer:
     identical: bool = False
 
 
-def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) -> int:
-    """The command `pdtransfer demo`; returns 1 when an answer is not identical, or a slot is leaked.
-
-    With `router`, the URL of a running one, it starts nothing; `metrics` is host:port of each decode rank.
-    """
+def run(config: DemoConfig) -> int:
+    """The command `pdtransfer demo`; returns 1 when an answer is not identical, or a slot is leaked."""
     if config.model == REFERENCE and find_spec("pdtransfer_lab") is None:
         raise ConfigError("model = 'reference': comes with pdtransfer-lab: pip install ./lab")
     if config.model not in BUILT_IN and find_spec("transformers") is None:
@@ -84,15 +81,15 @@ def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) ->
     for number in config.cards:
         if number is not None:
             driver.check(number)
-    return uvloop.run(_run(config, Standing(router, metrics) if router else None))
+    return uvloop.run(_run(config))
 
 
-async def _run(config: DemoConfig, standing: Standing | None) -> int:
+async def _run(config: DemoConfig) -> int:
     """SIGTERM or closing the terminal stops the daemons too, as Ctrl-C does."""
     loop, stopped = asyncio.get_running_loop(), list[int]()
     with tempfile.TemporaryDirectory(prefix="pdtransfer-demo-") as folder:
         logs = Path(folder)
-        demo = asyncio.ensure_future(_show(config, logs, standing))
+        demo = asyncio.ensure_future(_show(config, logs))
 
         def stop(number: int) -> None:
             stopped.append(number)
@@ -113,22 +110,27 @@ async def _run(config: DemoConfig, standing: Standing | None) -> int:
             return 128 + stopped[0]
 
 
-async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> int:
+async def _show(config: DemoConfig, logs: Path) -> int:
     """Starts the fleet, sends, compares, prints; returns the exit status."""
     console = Console(stderr=True, quiet=config.json)
     model = DemoModel(config)
     texts = model.prompts()
+    slots = _slots(model, texts)
     text = f"starting {config.prefill} prefill, {config.decode} decode and a router"
     async with AsyncExitStack() as stack:
-        with _stage(console, f"using the router at {standing.url}" if standing else text):
-            started = nullcontext(standing) if standing else _fleet(config, model, texts, logs)
-            fleet = await stack.enter_async_context(started)
-        answers, seconds = await _ask(config, model, fleet, texts, console)
-        leaked = await _leaked(fleet)
-        metrics = await _metrics(fleet) if config.verify or config.hisparse else {}
+        url, decodes = config.router, config.metrics
+        with _stage(console, f"using the router at {url}" if url else text):
+            if not url:
+                fleet = await stack.enter_async_context(_fleet(config, model, slots, logs))
+                url, decodes = fleet.url, fleet.metrics
+        counting = decodes if config.verify or config.hisparse else ()
+        before = await _metrics(counting)  # a fleet that runs already has counted before
+        answers, seconds = await _ask(model, url, texts, console)
+        leaked = await _leaked(decodes)
+        (metrics := await _metrics(counting)).subtract(before)
     with _stage(console, "the same prompts in a single process, nothing transferred"):
-        reference = await _reference(config, texts)
-    for answer, expected in zip(answers, reference, strict=True):
+        digests = await single_process(config, texts)
+    for answer, expected in zip(answers, digests, strict=True):
         # An empty digest is of nothing: an engine's options may switch digests off.
         answer.differs = tuple(name for name, value in expected.items() if not value or answer.facts.get(name) != value)
         answer.identical = not answer.error and not answer.differs
@@ -136,7 +138,7 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
     if config.verify:
         report |= {name: metrics[f"pdtransfer_{name}"] for name in ("grants_verified", "grants_mismatched")}
     if config.hisparse:
-        report |= hot_report(metrics, ranks=len(fleet.metrics), hot_tokens=_hot_tokens(model), answers=answers)
+        report |= hot_report(metrics, ranks=len(decodes), hot_tokens=_hot_tokens(model), answers=answers)
     if config.json:
         print(json.dumps(report))
     else:
@@ -155,12 +157,21 @@ def _stage(console: Console, text: str) -> AbstractContextManager[object]:
     return console.status(text) if console.is_terminal else nullcontext(console.print(text))
 
 
-def _fleet(config: DemoConfig, model: DemoModel, texts: Sequence[str], logs: Path) -> Fleet:
-    """A fleet whose pools hold the whole load, up to a bound; beyond it requests queue."""
-    sizes = [len(model.ids(text)) for text in texts]
-    wanted = sum(size + config.max_tokens for size in sizes) + max(sizes)
+def _slots(model: DemoModel, texts: Sequence[str]) -> int:
+    """Slots of a pool that holds the whole load, up to a bound; beyond it requests queue. Raises ConfigError for a
+    request that does not fit."""
+    config, sizes = model.config, [len(model.ids(text)) for text in texts]
+    longest, context = max(sizes) + config.max_tokens, model.context_tokens
+    most = context if config.router else min(context, SLOTS_MAX)
+    if longest > most:
+        text = f"shared_prefix, prompt_bytes_max, max_tokens: the longest request has {longest} tokens"
+        raise ConfigError(f"{text}, {'the context' if most == context else 'a worker of the demo'} has {most}")
+    wanted = sum(sizes) + max(sizes) + len(sizes) * config.max_tokens
     step = CHECKPOINT_SLOTS if model.speaks else BUILT_IN_SLOTS
-    slots = min(SLOTS_MAX, -(-wanted // step) * step)
+    return min(SLOTS_MAX, -(-wanted // step) * step)
+
+
+def _fleet(config: DemoConfig, model: DemoModel, slots: int, logs: Path) -> Fleet:
     options = tuple(f"{name}={value}" for name, value in model.engine_options().items())
     prefill = [
         PrefillConfig(
@@ -197,11 +208,9 @@ def _hot_tokens(model: DemoModel) -> int:
     return max(HOT_TOKENS, int(top) if top.isdecimal() else 0)
 
 
-async def _ask(
-    config: DemoConfig, model: DemoModel, fleet: Fleet | Standing, texts: Sequence[str], console: Console
-) -> tuple[list[DemoAnswer], float]:
+async def _ask(model: DemoModel, url: str, texts: Sequence[str], console: Console) -> tuple[list[DemoAnswer], float]:
     """Sends every prompt, limited by the concurrency, and streams the answers."""
-    answers = [DemoAnswer(text, len(model.ids(text))) for text in texts]
+    config, answers = model.config, [DemoAnswer(text, len(model.ids(text))) for text in texts]
     gate = asyncio.Semaphore(config.concurrency)
     progress = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -209,16 +218,15 @@ async def _ask(
     )  # fmt: skip
     with progress:
         requests = progress.add_task("requests", total=len(texts))
-        tokens = progress.add_task("tokens", total=len(texts) * config.max_tokens)
         timeout = aiohttp.ClientTimeout(total=None, sock_read=LIMITS.room_deadline_ms / 1e3)
         connector = aiohttp.TCPConnector(limit=config.concurrency)
-        async with aiohttp.ClientSession(fleet.url, timeout=timeout, connector=connector) as session:
+        async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
             await _ready(session)
 
             async def run_one(answer: DemoAnswer) -> None:
                 async with gate:
                     try:
-                        await _complete(config, model, session, answer, lambda count: progress.advance(tokens, count))
+                        await _complete(model, session, answer)
                     except (aiohttp.ClientError, TimeoutError) as error:
                         answer.error = f"{type(error).__name__}: {error}"
                     progress.advance(requests)
@@ -243,12 +251,9 @@ async def _ready(session: aiohttp.ClientSession) -> None:
     raise WorldError("the router finds no pair of workers")
 
 
-async def _complete(
-    config: DemoConfig, model: DemoModel, session: aiohttp.ClientSession, answer: DemoAnswer,
-    on_tokens: Callable[[int], None],
-) -> None:  # fmt: skip
+async def _complete(model: DemoModel, session: aiohttp.ClientSession, answer: DemoAnswer) -> None:
     body = model.body(answer.prompt) | {"stream": True, "stream_options": {"include_usage": True}}
-    body |= {"enable_hisparse": True} if config.hisparse else {}
+    body |= {"enable_hisparse": True} if model.config.hisparse else {}
     start = time.perf_counter()
     for _ in range(RETRIES):
         async with session.post(model.path, json=body) as response:
@@ -260,62 +265,65 @@ async def _complete(
                 return
             async for line in response.content:
                 if line.startswith(b"data: {"):
-                    _event(answer, json.loads(line[6:]), on_tokens)
+                    _event(answer, json.loads(line[6:]))
         answer.seconds = time.perf_counter() - start
+        if not answer.facts:
+            answer.error = (
+                answer.error or "no `pdtransfer` object in the answer: the router must have daemons behind it"
+            )
         return
     answer.error = "the fleet stayed full"
 
 
-def _event(answer: DemoAnswer, event: dict[str, Any], on_tokens: Callable[[int], None]) -> None:
-    """Handles one event. A piece counts as one token until the last event gives the total."""
+def _event(answer: DemoAnswer, event: dict[str, Any]) -> None:
     if "error" in event:
         answer.error = str(event["error"].get("message", event["error"]))
         return
-    tokens = answer.tokens + len(event["choices"])
     for choice in event["choices"]:
         answer.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-    if "pdtransfer" in event:
-        answer.facts = event["pdtransfer"]
-    if event.get("usage") is not None:
-        tokens = event["usage"]["completion_tokens"]
-        answer.cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
-    on_tokens(tokens - answer.tokens)
-    answer.tokens = tokens
+    answer.facts = event.get("pdtransfer", answer.facts)
+    if (usage := event.get("usage")) is not None:
+        answer.tokens = usage["completion_tokens"]
+        details: dict[str, int | None] = usage.get("prompt_tokens_details") or {}
+        answer.cached = details.get("cached_tokens") or 0
 
 
-async def _metrics(fleet: Fleet | Standing) -> dict[str, int]:
+async def _metrics(decodes: Sequence[str]) -> Counter[str]:
     """Returns the sums of all decode ranks' metrics, by name."""
     from prometheus_client.parser import text_string_to_metric_families
 
     total: Counter[str] = Counter()
     async with aiohttp.ClientSession() as session:
-        for address in fleet.metrics:
+        for address in decodes:
+            url, families = f"http://{address}/metrics", Counter[str]()
             try:
-                async with session.get(f"http://{address}/metrics") as response:
-                    text = await response.text()
-            except aiohttp.ClientError as error:
-                raise WorldError(f"a decode daemon does not answer: {error}") from error
-            if response.status != HTTPStatus.OK:
-                raise WorldError(f"http://{address}/metrics: HTTP {response.status}: {text[:200]}")
-            for family in text_string_to_metric_families(text):
-                total[family.name] += int(sum(sample.value for sample in family.samples))
-    return dict(total)
+                async with session.get(url) as response:
+                    status, text = response.status, await response.text(errors="replace")
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise WorldError(f"{url}: a decode daemon does not answer: {error}") from error
+            with suppress(ValueError, OverflowError):
+                for family in text_string_to_metric_families(text):
+                    families[family.name] += int(sum(sample.value for sample in family.samples))
+            if status != HTTPStatus.OK or "pdtransfer_slots" not in families:
+                raise WorldError(f"{url}: not a decode daemon's: HTTP {status}: {text[:200]}")
+            total.update(families)
+    return total
 
 
-async def _leaked(fleet: Fleet | Standing) -> int | None:
+async def _leaked(decodes: Sequence[str]) -> int | None:
     """Returns the slots that decode daemons have not freed once nothing runs; None without metrics addresses."""
-    if not fleet.metrics:
+    if not decodes:
         return None
     deadline = time.monotonic() + SETTLE_S
     while True:
-        metrics = await _metrics(fleet)
+        metrics = await _metrics(decodes)
         leaked = metrics["pdtransfer_slots"] - metrics["pdtransfer_slots_free"]
         if not leaked or time.monotonic() >= deadline:
             return leaked
         await asyncio.sleep(0.05)
 
 
-async def _reference(config: DemoConfig, prompts: Sequence[str]) -> list[dict[str, str]]:
+async def single_process(config: DemoConfig, prompts: Sequence[str]) -> list[dict[str, str]]:
     """Generates in a process of its own: it needs torch, and can be killed at any time."""
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
@@ -332,13 +340,18 @@ async def _reference(config: DemoConfig, prompts: Sequence[str]) -> list[dict[st
         process.kill()
         process.join()
         receiver.close()
+    if isinstance(reference, str):
+        raise WorldError(f"the single process for comparison has failed: {reference}")
     return reference
 
 
 def _send_reference(pipe: Connection, config: DemoConfig, prompts: list[str]) -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which kills this process
-    pipe.send(DemoModel(config).generate(prompts))
+    try:
+        pipe.send(DemoModel(config).generate(prompts))
+    except Exception as error:  # noqa: BLE001 (whatever it is, the parent reports it)
+        pipe.send(str(error) if isinstance(error, PDTransferError) else f"{type(error).__name__}: {error}")
 
 
 def make_report(

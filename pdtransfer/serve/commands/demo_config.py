@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +12,15 @@ from ...bounds import bound, device_index, match, power_of_two
 from ...errors import ConfigError
 from ...wire import Ranks
 from ...wire.ranks import SIZE_MAX, ranks_of
-from ..settings.node import BUILT_IN, REFERENCE, STAMP
+from ..settings.node import BUILT_IN, REFERENCE, STAMP, flag
 from ..settings.ranks import check_device, device_of
 from ..settings.worker import PAGE_SIZE_MAX, HostLayout
 
-
-def _help(text: str) -> Parameter:
-    return Parameter(help=text)
+# What the workers are like that the demo starts: of a router that runs already, others have decided it.
+_OF_WORKERS = (
+    "prefill", "decode", "prefill_tp", "prefill_pp", "decode_tp", "prefill_page_size", "decode_page_size",
+    "prefill_layout", "decode_layout", "prefill_device", "transport", "timeline",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,34 +29,36 @@ class DemoConfig:
 
     model: Annotated[
         str,
-        _help("What answers: stamp: digests of the KV, a Hugging Face checkpoint's directory, or reference."),
+        flag("What answers: stamp: digests of the KV, a Hugging Face checkpoint's directory, or reference."),
     ] = STAMP
-    requests: Annotated[int | None, _help("Prompts to send; by default 32, or each question to a checkpoint.")] = None
-    concurrency: Annotated[int, _help("Concurrent requests.")] = 32
-    prompt_bytes_max: Annotated[int, _help("Prompts have 1 to this many bytes, but for a checkpoint's.")] = 8_192
-    shared_prefix: Annotated[int, _help("Bytes of a common prefix; the first prompt is sent ahead.")] = 0
-    max_tokens: Annotated[int, _help("Tokens to generate for each.")] = 32
-    seed: Annotated[int, _help("Determines the prompts.")] = 0
-    engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
-    device: Annotated[str, _help("Device of prefill and decode: cpu, cuda or cuda:N.")] = "cpu"
-    prefill_device: Annotated[str, _help("Device of prefill, if another; cuda:N,cuda:M,... is a GPU a rank.")] = ""
-    decode_device: Annotated[str, _help("Device of decode, likewise.")] = ""
-    prefill: Annotated[int, _help("Prefill workers.")] = 1
-    decode: Annotated[int, _help("Decode workers.")] = 1
-    prefill_tp: Annotated[int, _help("Processes of a prefill worker that share the heads of each layer.")] = 1
-    prefill_pp: Annotated[int, _help("Stages of a prefill worker that share the layers.")] = 1
-    decode_tp: Annotated[int, _help("Processes of a decode worker that share the heads of each layer.")] = 1
-    prefill_page_size: Annotated[int, _help("Tokens a page of prefill's pool; a power of two.")] = 64
-    decode_page_size: Annotated[int, _help("Tokens a page of decode's arena; a power of two.")] = 1
-    prefill_layout: Annotated[HostLayout, _help("How prefill's pool is laid out.")] = "layer_first"
+    requests: Annotated[int | None, flag("Prompts to send; by default 32, or each question to a checkpoint.")] = None
+    concurrency: Annotated[int, flag("Concurrent requests.")] = 32
+    prompt_bytes_max: Annotated[int, flag("Prompts have 1 to this many bytes, but for a checkpoint's.")] = 8_192
+    shared_prefix: Annotated[int, flag("Bytes of a common prefix; the first prompt is sent ahead.")] = 0
+    max_tokens: Annotated[int, flag("Tokens to generate for each.")] = 32
+    seed: Annotated[int, flag("Determines the prompts.")] = 0
+    engine_option: Annotated[tuple[str, ...], flag("name=value for the engine; may be repeated.")] = ()
+    device: Annotated[str, flag("Device of prefill and decode: cpu, cuda or cuda:N.")] = "cpu"
+    prefill_device: Annotated[str, flag("Device of prefill, if another; cuda:N,cuda:M,... is a GPU a rank.")] = ""
+    decode_device: Annotated[str, flag("Device of decode, likewise.")] = ""
+    prefill: Annotated[int, flag("Prefill workers.")] = 1
+    decode: Annotated[int, flag("Decode workers.")] = 1
+    prefill_tp: Annotated[int, flag("Processes of a prefill worker that share the heads of each layer.")] = 1
+    prefill_pp: Annotated[int, flag("Stages of a prefill worker that share the layers.")] = 1
+    decode_tp: Annotated[int, flag("Processes of a decode worker that share the heads of each layer.")] = 1
+    prefill_page_size: Annotated[int, flag("Tokens a page of prefill's pool; a power of two.")] = 64
+    decode_page_size: Annotated[int, flag("Tokens a page of decode's arena; a power of two.")] = 1
+    prefill_layout: Annotated[HostLayout, flag("How prefill's pool is laid out.")] = "layer_first"
     decode_layout: Annotated[
         HostLayout, Parameter(name=("--decode-layout", "--host-layout"), help="How decode's arena is laid out.")
     ] = "page_first"
-    transport: Annotated[str, _help("How KV reaches decode's arena: auto, or a transport by its name.")] = "auto"
-    verify: Annotated[bool, _help("Have decode compare the checksum of every row with prefill's.")] = False
-    hisparse: Annotated[bool, _help("Decode from the arena, with the hot tokens on the device.")] = False
-    timeline: Annotated[Path | None, _help("Directory for all timelines, for `pdtransfer timeline`.")] = None
-    json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
+    transport: Annotated[str, flag("How KV reaches decode's arena: auto, or a transport by its name.")] = "auto"
+    verify: Annotated[bool, flag("Have decode compare the checksum of every row with prefill's.")] = False
+    hisparse: Annotated[bool, flag("Decode from the arena, with the hot tokens on the device.")] = False
+    timeline: Annotated[Path | None, flag("Directory for all timelines, for `pdtransfer timeline`.")] = None
+    json: Annotated[bool, flag("Print one JSON object instead of the table.")] = False
+    router: Annotated[str, flag("Use the running router at this URL, and start nothing.")] = ""
+    metrics: Annotated[tuple[str, ...], flag("host:port of a decode daemon there; may be repeated.")] = ()
 
     def __post_init__(self) -> None:
         device_index(self.device)
@@ -74,15 +78,34 @@ class DemoConfig:
             raise ConfigError(f"hisparse, prefill_tp, prefill_pp and decode_tp are for {STAMP} and {REFERENCE} alone")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
+            if option.lower() in ("digests=false", "digests=0"):
+                raise ConfigError(f"engine_option = {option!r}: answers are compared by their digests")
         for name in ("prefill_tp", "prefill_pp", "decode_tp"):
             bound(name, getattr(self, name), 1, SIZE_MAX)
         power_of_two("prefill_page_size", self.prefill_page_size, PAGE_SIZE_MAX)
         power_of_two("decode_page_size", self.decode_page_size, PAGE_SIZE_MAX)
+        self._check_running()
         for name, device, ranks in self._workers:
             check_device(device, ranks, name if getattr(self, name) else "device")
         if len({number is None for number in self.cards}) > 1:
             text = f"prefill_device = {self.devices[0]!r}, decode_device = {self.devices[1]!r}"
             raise ConfigError(f"{text}: a GPU computes other bits than the CPU, so no answer would be identical")
+
+    def _check_running(self) -> None:
+        if self.metrics and not self.router:
+            raise ConfigError(f"metrics = {self.metrics[0]!r}: needs --router, the URL of a running fleet")
+        for address in self.metrics:
+            match("metrics", address, r"[^/\s]+:\d{1,5}", "host:port of a decode daemon's /metrics")
+        if not self.router:
+            return
+        match("router", self.router, r"https?://[^/\s]+/?", "the URL of a running router, http://host:port")
+        for name in ("verify", "hisparse"):
+            if getattr(self, name) and not self.metrics:
+                raise ConfigError(f"{name}: with --router needs --metrics, where each decode daemon counts what it did")
+        for option in fields(self):
+            if option.name in _OF_WORKERS and (value := getattr(self, option.name)) != option.default:
+                text = f"{option.name} = {value}: has no effect with --router"
+                raise ConfigError(f"{text}, whose workers were started with their own flags")
 
     @property
     def devices(self) -> tuple[str, str]:

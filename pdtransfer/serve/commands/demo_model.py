@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...limits import TOKENS_MAX
 from ...wire import Ranks, Sampling
 from ..engine_api import EngineConfig
 from ..router.front.text import load_text
@@ -46,13 +47,13 @@ class DemoModel:
     checkpoint without a tokenizer."""
 
     def __init__(self, config: DemoConfig) -> None:
-        self._config, self.speaks = config, config.model not in BUILT_IN
+        self.config, self.speaks = config, config.model not in BUILT_IN
         self._text = load_text(config.model)
         self.path = "/v1/chat/completions" if self.speaks else "/v1/completions"
 
     def prompts(self) -> list[str]:
         """The prompts, determined by the seed. Each starts with the same shared_prefix bytes."""
-        config = self._config
+        config = self.config
         rng = random.Random(config.seed)  # noqa: S311 (text to look at, not a secret)
         words = TEXT.split()
         if self.speaks:
@@ -65,7 +66,7 @@ class DemoModel:
 
     def body(self, prompt: str) -> dict[str, Any]:
         """The fields of a request that determine what is generated."""
-        greedy = {"max_tokens": self._config.max_tokens, "temperature": 0}
+        greedy = {"max_tokens": self.config.max_tokens, "temperature": 0}
         if self.speaks:
             return {"messages": _messages(prompt), **greedy}
         return {"prompt": prompt, "ignore_eos": True, **greedy}
@@ -76,9 +77,15 @@ class DemoModel:
             return self._text.encode(self._text.render(_messages(prompt), reply=True), special=False)
         return self._text.encode(prompt, special=True)
 
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of a prompt and its answer at most."""
+        chosen = self.engine_options().get("context_tokens", "")
+        return int(chosen) if chosen.isdecimal() else self._text.max_model_len or TOKENS_MAX
+
     def engine_options(self) -> dict[str, str]:
         """Options of every engine."""
-        config = self._config
+        config = self.config
         if self.speaks:
             workers = config.prefill + config.decode  # more threads than cores would wait for each other
             defaults = {"digests": "true", "threads": str(max(1, (os.cpu_count() or 1) // workers))}
@@ -90,7 +97,7 @@ class DemoModel:
 
     def generate(self, prompts: Sequence[str]) -> list[dict[str, str]]:
         """The digests that each answer must have, computed in this process."""
-        demo, ids = self._config, [self.ids(prompt) for prompt in prompts]
+        demo, ids = self.config, [self.ids(prompt) for prompt in prompts]
         longest = max(map(len, ids)) + demo.max_tokens
         options = self.engine_options() | ({"model": demo.model} if self.speaks else {})
         config = EngineConfig(

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +129,3 @@ class Fleet:
     def metrics(self) -> list[str]:
         """The host:port of each decode rank's metrics."""
         return [rank["http"] for daemon in self.of("decode") for rank in daemon.ready["ranks"]]
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """A fleet that others start and stop: its router's URL and its decode ranks' metrics addresses."""
-
-    url: str
-    metrics: Sequence[str] = ()

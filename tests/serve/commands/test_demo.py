@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -10,11 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +27,8 @@ from pdtransfer.serve.commands import demo
 from pdtransfer.serve.commands.demo import DemoAnswer, run
 from pdtransfer.serve.commands.demo_config import DemoConfig
 from pdtransfer.serve.commands.demo_model import QUESTIONS, DemoModel
-from pdtransfer.serve.process.fleet import Standing
 from pdtransfer.serve.router.front.text import load_text
+from tests.support.http_answers import Answer, answering
 from tests.support.paths import REPO
 from tests.support.processes import children, command_line
 from tests.support.tiny_tokenizer import write_tokenizer
@@ -93,7 +93,7 @@ class FakeFleet:
 
     def __init__(self) -> None:
         self.ended = False
-        self.metrics = ["127.0.0.1:1"]
+        self.url, self.metrics = "http://127.0.0.1:1", ["127.0.0.1:1"]
 
     async def __aenter__(self) -> FakeFleet:
         return self
@@ -130,7 +130,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet) -> Callable[..., 
 
         monkeypatch.setattr(demo, "_ask", ask)
         monkeypatch.setattr(demo, "_leaked", leak)
-        monkeypatch.setattr(demo, "_reference", reference)
+        monkeypatch.setattr(demo, "single_process", reference)
 
     return answer_with
 
@@ -164,58 +164,50 @@ def test_cached_prompt_tokens_are_reported(answers: Callable[..., None], capsys:
     assert "64 of 100 prompt tokens were cached" in capsys.readouterr().out
 
 
+def failed(*, facts: bool = True) -> DemoAnswer:
+    made = answered("b") if facts else DemoAnswer("b")
+    made.error = "no luck"
+    return made
+
+
 @pytest.mark.parametrize("name", DIGESTS)
-def test_one_digest_that_differs_is_status_1(
-    answers: Callable[..., None], capsys: pytest.CaptureFixture[str], name: str
+@pytest.mark.parametrize("value", ["ff", None, ""], ids=["differs", "missing", "of nothing"])
+def test_one_digest_that_does_not_agree_is_status_1(
+    answers: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str | None,
 ) -> None:
-    answers(answered("a"), answered("b", **{name: "ff"}))
+    async def reference(*_: object) -> list[dict[str, str]]:
+        return [DIGESTS, DIGESTS | ({name: ""} if value == "" else {})]
+
+    answers(answered("a"), answered("b", **{name: value}))
+    monkeypatch.setattr(demo, "single_process", reference)
     assert run(CONFIG) == 1
     report = json.loads(capsys.readouterr().out)
     assert (report["identical"], report["all_identical"], report["differ"]) == (1, False, [name])
 
 
-def test_a_digest_that_is_missing_is_status_1(answers: Callable[..., None]) -> None:
-    facts = {name: value for name, value in answered("a").facts.items() if name != "kv_digest"}
-    answers(answered("a"), DemoAnswer("b", facts=facts))
-    assert run(CONFIG) == 1
-
-
-@pytest.mark.parametrize("name", DIGESTS)
-def test_a_digest_that_nobody_made_is_status_1(
-    answers: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(
+    ("made", "leaked", "shown"),
+    [
+        ((answered("a"), failed()), 0, {"failed": 1, "identical": 1, "slots_leaked": 0}),
+        ((failed(facts=False),) * 2, 0, {"failed": 2, "identical": 0, "handoff_ms_p50": None, "copy_gb_s": None}),
+        ((answered("a"),), 3, {"failed": 0, "identical": 1, "slots_leaked": 3}),
+    ],
+    ids=["one failed", "no answer", "a leaked slot"],
+)
+def test_what_went_wrong_is_status_1_and_still_one_object(
+    made: tuple[DemoAnswer, ...],
+    leaked: int,
+    shown: dict[str, object],
+    answers: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async def reference(*_: object) -> list[dict[str, str]]:
-        return [DIGESTS | {name: ""}] * 2
-
-    answers(answered("a", **{name: ""}), answered("b", **{name: ""}))
-    monkeypatch.setattr(demo, "_reference", reference)
+    answers(*made, leaked=leaked)
     assert run(CONFIG) == 1
-    assert json.loads(capsys.readouterr().out)["differ"] == [name]
-
-
-def test_a_failed_request_is_status_1_despite_equal_digests(
-    answers: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    failed = answered("b")
-    failed.error = "no luck"
-    answers(answered("a"), failed)
-    assert run(CONFIG) == 1
-    assert json.loads(capsys.readouterr().out)["failed"] == 1
-
-
-def test_no_answer_at_all_is_status_1_and_still_one_object(
-    answers: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers(DemoAnswer("a", error="no luck"), DemoAnswer("b", error="no luck"))
-    assert run(CONFIG) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert (report["identical"], report["handoff_ms_p50"], report["copy_gb_s"]) == (0, None, None)
-
-
-def test_a_leaked_slot_is_status_1(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    answers(answered("a"), leaked=3)
-    assert run(CONFIG) == 1
-    assert json.loads(capsys.readouterr().out)["slots_leaked"] == 3
+    assert shown.items() <= json.loads(capsys.readouterr().out).items()
 
 
 def test_the_table_shows_failures(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,16 +238,14 @@ def test_the_fleet_is_stopped_after_a_failure(
 # A fleet that runs already
 
 
-class Figures(BaseHTTPRequestHandler):
-    """A decode daemon's /metrics, with three of ten slots in use."""
+def figures(text: bytes) -> Answer:
+    return lambda *_: (200, text)
 
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b'pdtransfer_slots{component="kv"} 10.0\npdtransfer_slots_free{component="kv"} 7.0\n')
 
-    def log_message(self, *_: object) -> None:
-        pass
+def of_other_engines(*_: object) -> tuple[int, bytes]:
+    """As a router in front of other engines answers: healthy, and without `pdtransfer` in its answers."""
+    event = {"choices": [{"text": "x"}], "usage": {"completion_tokens": 1, "prompt_tokens_details": None}}
+    return 200, b"data: " + json.dumps(event).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 @pytest.mark.parametrize(("counted", "leaked", "words"), [(2, 6, "6 slots leaked"), (0, None, "slots not counted")])
@@ -271,25 +261,20 @@ def test_a_running_router_is_used_and_slots_of_its_decodes_are_counted(
     answers(answered("a"))
     answer_all = demo._ask
 
-    async def ask(config: DemoConfig, model: DemoModel, fleet: Standing, *others: Any) -> Any:
-        urls.append(fleet.url)
-        return await answer_all(config, model, fleet, *others)
+    async def ask(model: DemoModel, url: str, *others: Any) -> Any:
+        urls.append(url)
+        return await answer_all(model, url, *others)
 
     monkeypatch.setattr(demo, "_ask", ask)
     monkeypatch.setattr(demo, "_leaked", count_slots)
     monkeypatch.setattr(demo, "_fleet", lambda *_: pytest.fail("a fleet was started"))
     monkeypatch.setattr(demo, "SETTLE_S", 0.0)
-    with HTTPServer(("127.0.0.1", 0), Figures) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            metrics = [f"127.0.0.1:{server.server_port}"] * counted
-            assert run(CONFIG, router="http://somewhere:8000", metrics=metrics) == int(bool(leaked))
-            report = json.loads(capsys.readouterr().out)
-            run(DemoConfig(requests=1), router="http://somewhere:8000", metrics=metrics)
-        finally:
-            server.shutdown()
-            thread.join()
+    slots = b'pdtransfer_slots{component="kv"} 10.0\npdtransfer_slots_free{component="kv"} 7.0\n'
+    with answering(figures(slots)) as url:
+        config = replace(CONFIG, router="http://somewhere:8000", metrics=(url.removeprefix("http://"),) * counted)
+        assert run(config) == int(bool(leaked))
+        report = json.loads(capsys.readouterr().out)
+        run(replace(config, json=False))
     assert report["slots_leaked"] == leaked
     assert words in capsys.readouterr().out
     assert set(urls) == {"http://somewhere:8000"}
@@ -299,7 +284,44 @@ def test_a_router_that_does_not_answer_is_one_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and never listens
         with pytest.raises(WorldError, match="no router answers: nothing listens there"):
-            run(CONFIG, router=f"http://127.0.0.1:{taken.getsockname()[1]}")
+            run(replace(CONFIG, router=f"http://127.0.0.1:{taken.getsockname()[1]}"))
+
+
+@pytest.mark.parametrize("text", [b"pdtransfer_rooms 1.0\n", b"<html>{", b"\xff"])
+def test_metrics_that_are_no_decode_daemons_are_one_error(text: bytes, answers: Callable[..., None]) -> None:
+    answers(answered("a"))
+    with answering(figures(text)) as url, pytest.raises(WorldError, match=f"{url}/metrics: not a decode daemon's"):
+        run(replace(CONFIG, router="http://somewhere:8000", metrics=(url.removeprefix("http://"),), verify=True))
+
+
+def test_a_router_without_daemons_behind_it_fails_each_request_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def reference(*_: object) -> list[dict[str, str]]:
+        return [DIGESTS] * 2
+
+    monkeypatch.setattr(demo, "single_process", reference)
+    with answering(of_other_engines) as url:
+        assert run(replace(CONFIG, router=url, json=False)) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("the router must have daemons behind it") == 2
+    assert "0 of 2 identical" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt_bytes_max": 200_000}, "has 200032 tokens, a worker of the demo has 131072"),
+        ({"engine_option": ("context_tokens=100",)}, "has 8224 tokens, the context has 100"),
+        ({"engine_option": ("context_tokens=100",), "router": "http://somewhere:8000"}, "the context has 100"),
+    ],
+)
+def test_a_request_that_no_worker_takes_is_refused_before_anything_starts(
+    change: dict[str, Any], words: str, fleet: FakeFleet
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(replace(CONFIG, **change))
+    assert not fleet.ended
 
 
 def test_a_failed_demo_shows_the_daemons_warnings(
@@ -333,15 +355,13 @@ def test_what_was_asked_and_answered_is_shown(capsys: pytest.CaptureFixture[str]
 USAGE = {"completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 64}}
 
 
-def test_pieces_of_a_stream_are_counted_as_tokens() -> None:
-    answer, counts = DemoAnswer("a"), []
-    piece = {"choices": [{"text": "x"}]}
+def test_pieces_of_a_stream_are_joined() -> None:
+    answer, piece = DemoAnswer("a"), {"choices": [{"text": "x"}]}
     first = {"choices": [{"delta": {"role": "assistant", "content": "x"}}]}
     for event in (piece, first, piece | {"pdtransfer": DIGESTS, "usage": USAGE}):
-        demo._event(answer, event, counts.append)
-    assert (counts, answer.tokens, answer.cached, answer.facts) == ([1, 1, 7], 9, 64, DIGESTS)
-    assert answer.text == "xxx"
-    demo._event(answer, {"error": {"message": "decode is gone"}}, counts.append)
+        demo._event(answer, event)
+    assert (answer.text, answer.tokens, answer.cached, answer.facts) == ("xxx", 9, 64, DIGESTS)
+    demo._event(answer, {"error": {"message": "decode is gone"}})
     assert answer.error == "decode is gone"
 
 
@@ -366,13 +386,16 @@ def test_the_single_process_runs_apart_and_is_killed_on_cancellation(
 
     async def case() -> None:
         config = DemoConfig(requests=1, max_tokens=2)
+        with pytest.raises(WorldError, match=r"has failed: .* the context has 100"):
+            await demo.single_process(replace(config, engine_option=("context_tokens=100",)), ["x" * 100])
+        made.clear()
         one, other = await asyncio.gather(
-            demo._reference(config, ["some text", "some text"]), demo._reference(config, ["some texu"])
+            demo.single_process(config, ["some text", "some text"]), demo.single_process(config, ["some texu"])
         )
         assert set(one[0]) == set(DIGESTS)
         assert one[0] == one[1]
         assert one[0] != other[0]
-        task = asyncio.ensure_future(demo._reference(config, ["x" * 4_000]))
+        task = asyncio.ensure_future(demo.single_process(config, ["x" * 4_000]))
         while len(made) < 3:  # noqa: ASYNC110 (what it waits for tells nobody)
             await asyncio.sleep(0.01)
         task.cancel()
@@ -399,6 +422,16 @@ def start(*flags: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+def counted(monkeypatch: pytest.MonkeyPatch, figures: dict[str, int]) -> None:
+    """Has decode count this during the demo, beside what it had counted before."""
+    looks = itertools.cycle([lambda: dict.fromkeys(figures, 5), lambda: {name: 5 + figures[name] for name in figures}])
+
+    async def metrics(decodes: list[str]) -> Counter[str]:
+        return Counter(next(looks)() if decodes else {})
+
+    monkeypatch.setattr(demo, "_metrics", metrics)
+
+
 @pytest.mark.parametrize(("verified", "mismatched", "status"), [(2, 0, 0), (1, 0, 1), (3, 1, 1)])
 def test_with_verify_every_room_must_be_verified_and_none_mismatched(
     answers: Callable[..., None],
@@ -408,10 +441,7 @@ def test_with_verify_every_room_must_be_verified_and_none_mismatched(
     mismatched: int,
     status: int,
 ) -> None:
-    async def counted(*_: object) -> dict[str, int]:
-        return {"pdtransfer_grants_verified": verified, "pdtransfer_grants_mismatched": mismatched}
-
-    monkeypatch.setattr(demo, "_metrics", counted)
+    counted(monkeypatch, {"pdtransfer_grants_verified": verified, "pdtransfer_grants_mismatched": mismatched})
     answers(answered("a"), answered("b"))
     assert run(replace(CONFIG, verify=True)) == status
     report = json.loads(capsys.readouterr().out)
@@ -425,10 +455,7 @@ def test_an_answer_that_decode_computed_alone_has_no_grant_to_verify(
 ) -> None:
     """As a running router's fleet may have them."""
 
-    async def counted(*_: object) -> dict[str, int]:
-        return {"pdtransfer_grants_verified": 1, "pdtransfer_grants_mismatched": 0}
-
-    monkeypatch.setattr(demo, "_metrics", counted)
+    counted(monkeypatch, {"pdtransfer_grants_verified": 1, "pdtransfer_grants_mismatched": 0})
     answers(answered("a"), answered("b", kv_bytes=0, copy_us=0))
     assert run(replace(CONFIG, verify=True)) == 0
     assert json.loads(capsys.readouterr().out)["handed_over"] == 1
@@ -439,7 +466,7 @@ def test_workers_use_their_devices_and_the_single_process_that_of_decode() -> No
     config = DemoConfig(prefill_device="cuda:2,cuda:0", decode_device="cuda:1", prefill_tp=2)
     assert config.cards == {0, 1, 2}
     prefill, decode = demo._fleet(
-        config, DemoModel(config), ["a"], Path("/tmp/fleet")
+        config, DemoModel(config), 65_536, Path("/tmp/fleet")
     )._configs  # only named, never made
     assert (prefill.device, decode.device) == ("cuda:2,cuda:0", "cuda:1")
     assert DemoConfig(device="cuda", decode_tp=2).cards == {0, 1}
@@ -450,10 +477,7 @@ def test_with_hisparse_hits_are_a_share(
 ) -> None:
     figures = {"pdtransfer_hot_hits": 3, "pdtransfer_hot_misses": 1, "pdtransfer_retracts": 5}
 
-    async def counted(*_: object) -> dict[str, int]:
-        return figures
-
-    monkeypatch.setattr(demo, "_metrics", counted)
+    counted(monkeypatch, figures)
     answers(answered("a" * 128), answered("b" * 129))
     assert run(replace(CONFIG, hisparse=True)) == 0
     report = json.loads(capsys.readouterr().out)

@@ -23,6 +23,7 @@ from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.wire import Ranks
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+ROUTER = "http://router:8000"
 TARGETS = {
     "prefill": ("worker.daemon", "run"),
     "decode": ("worker.daemon", "run"),
@@ -94,6 +95,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (lambda: DemoConfig(device="cuda:0,cuda:1"), ["device", "cuda:0,cuda:1"]),
         (lambda: DemoConfig(decode_device="cuda:0,cuda:1"), ["decode_device = 'cuda:0,cuda:1'", "1 ranks"]),
         (lambda: DemoConfig(device="cuda", prefill_device="cpu"), ["prefill_device = 'cpu'", "identical"]),
+        (lambda: DemoConfig(metrics=("d0:7202",)), ["metrics = 'd0:7202'", "needs --router"]),
+        (lambda: DemoConfig(router=ROUTER, verify=True), ["verify", "needs --metrics"]),
+        (lambda: DemoConfig(router=ROUTER, hisparse=True), ["hisparse", "needs --metrics"]),
+        (lambda: DemoConfig(router=ROUTER, prefill=2), ["prefill = 2", "no effect with --router"]),
+        (lambda: DemoConfig(router=ROUTER, timeline=Path("/t")), ["timeline = /t", "no effect with --router"]),
+        (lambda: DemoConfig(engine_option=("digests=False",)), ["digests=False", "compared by their digests"]),
         (lambda: DecodeConfig(hot_tokens=0), ["hot_tokens", "0"]),
         (lambda: DecodeConfig(hot_tokens=512), ["hot_tokens = 512", "no effect without enable_hisparse"]),
         (lambda: DecodeConfig(device_slots=512), ["device_slots = 512", "no effect without enable_hisparse"]),

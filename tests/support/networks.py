@@ -5,13 +5,19 @@ What has to be done on a host is done with `Network.on`; nothing here needs to b
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
+
+from tests.support.paths import REPO
 
 DATA_PORTS = (21_000, 21_255)  # of engines, two each, which nobody can take again for a minute
 APART = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
@@ -40,9 +46,25 @@ def why_not() -> str:
     return why_not_apart(trial, "tc", "nft", "nsenter", text=_CHAIN)
 
 
+def execute(*command: str, text: str | None = None) -> None:
+    subprocess.run(command, input=text, text=True, check=True)
+
+
+def apart(module: str, *arguments: str, seconds: int, own_sys: bool = False) -> Any:
+    """What a module prints as JSON, run in a namespace of its own with a directory for its files. The directory's path
+    is short, for the sockets in it; of its logs a failure shows the ends."""
+    with tempfile.TemporaryDirectory(prefix="pdt-") as files:
+        command = [*APART, *(OWN_SYS if own_sys else ()), sys.executable, "-m", module, files, *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, cwd=REPO)
+        logs = "".join(f"{log.name}:\n{log.read_text()[-2_000:]}" for log in sorted(Path(files).glob("*.log")))
+    assert ran.returncode == 0, ran.stderr + logs
+    return json.loads(ran.stdout)
+
+
 @contextmanager
-def far_namespace() -> Iterator[int]:
-    """Another network namespace, until this context is left; the pid of a process in it."""
+def linked(*links: tuple[Sequence[str], Sequence[str]]) -> Iterator[tuple[int, list[str]]]:
+    """Another host than this process's, until the context is left: the pid of a process there, and what a command line
+    begins with to run there. Each of `links` has the addresses of its end here, and of that one."""
     ours = os.readlink("/proc/self/ns/net")
     with ExitStack() as stack:
         far = subprocess.Popen(["unshare", "--net", "sleep", "600"])
@@ -51,7 +73,17 @@ def far_namespace() -> Iterator[int]:
         while os.readlink(f"/proc/{far.pid}/ns/net") == ours:
             assert far.poll() is None
             time.sleep(0.01)
-        yield far.pid
+        there = ["nsenter", f"--net=/proc/{far.pid}/ns/net"]
+        for number, (here, away) in enumerate(links):
+            near, end = f"near{number}", f"far{number}"
+            execute("ip", "link", "add", near, "type", "veth", "peer", "name", end, "netns", str(far.pid))
+            for on, device, addresses in (([], near, here), (there, end, away)):
+                for address in addresses:
+                    execute(*on, "ip", "address", "add", address, "dev", device, *(["nodad"] if ":" in address else []))
+                execute(*on, "ip", "link", "set", device, "up")
+        for on in ([], there):
+            execute(*on, "ip", "link", "set", "lo", "up")
+        yield far.pid, there
 
 
 class Network:

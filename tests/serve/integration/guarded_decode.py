@@ -22,9 +22,9 @@ import aiohttp
 from pdtransfer.bus.keys import generate
 from pdtransfer.probe import sockets
 from pdtransfer.serve.settings.router import RouterConfig
-from tests.support.advertised import MOONCAKE, reaches, run, start
+from tests.serve.integration.advertised import MOONCAKE, reaches, start
 from tests.support.fleets import decode_config, generated, prefill_config
-from tests.support.networks import OWN_SYS, far_namespace
+from tests.support.networks import OWN_SYS, linked
 from tests.support.waiting import until, wait_for
 
 HERE, THERE, STRANGER = "10.213.84.1", "10.213.84.2", "10.213.84.7"
@@ -68,19 +68,10 @@ async def alike(url: str) -> bool:
 
 
 def main(files: Path, transport: str) -> dict[str, Any]:
-    run("ip", "link", "set", "lo", "up")
     seen: dict[str, Any] = {}
+    link = ([f"{HERE}/24", f"{STRANGER}/24", f"{HERE6}/64"], [f"{THERE}/24", f"{THERE6}/64"])
     with ExitStack() as stack:
-        far = stack.enter_context(far_namespace())
-        there = ["nsenter", f"--net=/proc/{far}/ns/net"]
-        run(*there, "ip", "link", "set", "lo", "up")
-        run("ip", "link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(far))
-        for prefix, device, hosts in (([], "near", (HERE, STRANGER)), (there, "far", (THERE,))):
-            for host in hosts:
-                run(*prefix, "ip", "address", "add", f"{host}/24", "dev", device)
-            host6 = HERE6 if device == "near" else THERE6
-            run(*prefix, "ip", "address", "add", f"{host6}/64", "dev", device, "nodad")
-            run(*prefix, "ip", "link", "set", device, "up")
+        far, there = stack.enter_context(linked(link))
         allow = files / "allow"
         allow.write_text("".join(generate(files / name) + "\n" for name in ("r", "p", "d")))
         keyed: dict[str, dict[str, Any]] = {

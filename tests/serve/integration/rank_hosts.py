@@ -7,6 +7,7 @@ own, and makes the other; every node has a key.
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pdtransfer.bus.keys import KeyPair, generate
 from pdtransfer.serve.settings.config_to_argv import config_to_argv
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from tests.support.fleets import GQA, decode_config, equal, fleet, free_address, generated, prefill_config, prompts
-from tests.support.networks import far_namespace
+from tests.support.networks import linked
 from tests.support.paths import REPO
 
 HERE, THERE = "10.213.78.1", "10.213.78.2"
@@ -87,21 +88,10 @@ def _keys(directory: Path) -> dict[str, dict[str, Any]]:
     return {name: {"key": directory / f"{name}.key", "allow": allow} for name in KEYS}
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
 def main(logs: Path) -> None:
-    _ip("link", "set", "lo", "up")
-    with far_namespace() as far:
-        there = ["nsenter", f"--net=/proc/{far}/ns/net"]
-        _ip("link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(far))
-        for prefix, device, address in (([], "near", HERE), (there, "far", THERE)):
-            for words in (["address", "add", f"{address}/24", "dev", device], ["link", "set", device, "up"]):
-                subprocess.run([*prefix, "ip", *words], check=True)
-        subprocess.run([*there, "ip", "link", "set", "lo", "up"], check=True)
+    with linked(([f"{HERE}/24"], [f"{THERE}/24"])) as (_, there):
         mapped = asyncio.run(served(logs, HERE, THERE, there, _keys(logs)))
-    print(mapped == [{"decode-0"}, {"decode-0-tp1"}])
+    print(json.dumps([sorted(each) for each in mapped]))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
 import pytest
 
 from pdtransfer.transports.mooncake.host import why_not
-from tests.support.advertised import NAT, firewall
-from tests.support.networks import APART, why_not_apart
-from tests.support.paths import REPO
+from tests.serve.integration.advertised import NAT, firewall
+from tests.support.networks import apart, why_not_apart
 
 NATED = "ip link add near type veth peer name far && nft -f -"
 
@@ -22,14 +15,9 @@ NATED = "ip link add near type veth peer name far && nft -f -"
 def test_decodes_bound_to_every_interface_are_reached_at_what_they_advertise_through_nat_and_firewall() -> None:
     if why := why_not() or why_not_apart(NATED, "nft", "nsenter", text=NAT + firewall()):
         pytest.skip(why)
-    with tempfile.TemporaryDirectory(prefix="pdt-") as files:  # short, for the sockets in it
-        command = [*APART, sys.executable, "-m", "tests.support.advertised", files]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=REPO)
-        logs = "".join(f"{log.name}:\n{log.read_text()[-2_000:]}" for log in sorted(Path(files).glob("*.log")))
-    assert ran.returncode == 0, ran.stderr + logs
-    outcome = json.loads(ran.stdout)
+    outcome = apart("tests.serve.integration.advertised", seconds=280)
     assert outcome["alike"], "no answer at all"
-    assert all(outcome["alike"]), logs
+    assert all(outcome["alike"])
     assert outcome["transports"] == [[0, True], [0, True]], "KV went to both by Mooncake"
     assert outcome["engines"] >= 4, "two ports a session, and all in the range that the firewall knows"
     assert all(outcome["peer"]), "the firewall lets a worker's host in"

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
 import pytest
 
 from pdtransfer.transports.mooncake.host import why_not
 from tests.serve.integration.far import CASES, DECODES, PREFILLS
 from tests.support import networks
-from tests.support.paths import REPO
 
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(bool(why := why_not() or networks.why_not()), reason=why)
 def test_daemons_that_are_killed_cut_off_or_left_without_engines_lose_no_request_that_another_can_take() -> None:
-    with tempfile.TemporaryDirectory(prefix="pdt-") as files:  # short, for the sockets in it
-        command = [sys.executable, "-m", "tests.serve.integration.far", files]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, cwd=REPO)
-        logs = "".join(f"{log.name}:\n{log.read_text()[-2_000:]}" for log in sorted(Path(files).glob("*.log")))
-    assert ran.returncode == 0, ran.stderr + logs
-    outcome = json.loads(ran.stdout)
+    outcome = networks.apart("tests.serve.integration.far", seconds=380)
     for name in DECODES:
         assert outcome.pop(name) == {"mooncake": len(PREFILLS)}, "all sessions are over Mooncake"
     assert outcome.keys() == {case.__name__ for case in CASES}

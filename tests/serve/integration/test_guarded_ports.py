@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
 import pytest
 
 from pdtransfer.transports.registry import TRANSPORTS
-from tests.support.networks import APART, MOUNT_SYS, OWN_SYS, VETH, why_not_apart
-from tests.support.paths import REPO
+from tests.support.networks import MOUNT_SYS, VETH, apart, why_not_apart
 
 OWNED = "table inet trial { flags owner\n chain input { type filter hook input priority filter; }\n }\n"
 
@@ -24,12 +17,7 @@ def test_only_the_host_of_a_session_reaches_its_engines_and_only_while_the_sessi
         f"{VETH} && {MOUNT_SYS} && nft -f -", "nft", "nsenter", text=OWNED
     ):
         pytest.skip(why)
-    with tempfile.TemporaryDirectory(prefix="pdt-") as files:  # short, for the sockets in it
-        command = [*APART, *OWN_SYS, sys.executable, "-m", "tests.serve.integration.guarded_decode", files, transport]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False, cwd=REPO)
-        logs = "".join(f"{log.name}:\n{log.read_text()[-2_000:]}" for log in sorted(Path(files).glob("*.log")))
-    assert ran.returncode == 0, ran.stderr + logs
-    seen = json.loads(ran.stdout)
+    seen = apart("tests.serve.integration.guarded_decode", transport, seconds=140, own_sys=True)
     assert seen["alike"], "the answer is a single process's: KV went through the rules"
     assert seen["ports"] >= 2
     assert all(seen["peer"]), "prefill's host is let in"

@@ -1,7 +1,7 @@
 """Decodes bound to every interface, behind NAT and a firewall, and reached where they say that they are.
 
-`python -m tests.support.advertised FILES` has two hosts that are network namespaces: prefill and a router in its
-own, and two decodes in the other. One says the address of that host's second interface; the other says one that no
+`python -m tests.serve.integration.advertised FILES` has two hosts that are network namespaces: prefill and a router in
+its own, and two decodes in the other. One says the address of that host's second interface; the other says one that no
 interface has, and that NAT here turns into that host's first. What may come in there is deploy/firewall.nft's to say.
 """
 
@@ -27,7 +27,7 @@ from pdtransfer.serve.settings.config_to_argv import config_to_argv
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from tests.support.fleets import decode_config, generated, prefill_config, prompts
-from tests.support.networks import far_namespace
+from tests.support.networks import execute, linked
 from tests.support.paths import REPO
 from tests.support.waiting import until
 
@@ -43,10 +43,6 @@ table ip nat {{
 }}
 """
 Config = PrefillConfig | DecodeConfig | RouterConfig
-
-
-def run(*command: str, text: str | None = None) -> None:
-    subprocess.run(command, input=text, text=True, check=True)
 
 
 def firewall() -> str:
@@ -123,21 +119,12 @@ async def answers(url: str, decodes: dict[int, int]) -> list[bool]:
 
 
 def main(files: Path) -> None:
-    run("ip", "link", "set", "lo", "up")
+    links = [([f"{network}.{host}/24" for host in (1, 7)], [f"{network}.2/24"]) for network in (FIRST, SECOND)]
     with ExitStack() as stack:
-        far = stack.enter_context(far_namespace())
-        there = ["nsenter", f"--net=/proc/{far}/ns/net"]
-        run(*there, "ip", "link", "set", "lo", "up")
-        for number, network in enumerate((FIRST, SECOND)):
-            near, away = f"near{number}", f"far{number}"
-            run("ip", "link", "add", near, "type", "veth", "peer", "name", away, "netns", str(far))
-            for prefix, device, hosts in (([], near, (1, 7)), (there, away, (2,))):
-                for host in hosts:
-                    run(*prefix, "ip", "address", "add", f"{network}.{host}/24", "dev", device)
-                run(*prefix, "ip", "link", "set", device, "up")
-        run("ip", "route", "add", BEHIND_NAT, "via", f"{FIRST}.2")
-        run("nft", "-f", "-", text=NAT)
-        run(*there, "nft", "-f", "-", text=firewall())
+        far, there = stack.enter_context(linked(*links))
+        execute("ip", "route", "add", BEHIND_NAT, "via", f"{FIRST}.2")
+        execute("nft", "-f", "-", text=NAT)
+        execute(*there, "nft", "-f", "-", text=firewall())
         allow = files / "allow"
         allow.write_text("".join(generate(files / name) + "\n" for name in ("r", "p", "d0", "d1")))
         keyed = {name: {"key": files / f"{name}.key", "allow": allow, "json": True} for name in ("r", "p", "d0", "d1")}

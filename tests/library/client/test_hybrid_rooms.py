@@ -13,20 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.client.decode_node import DecodeNode
-from pdtransfer.client.prefill_node import PrefillNode
-from pdtransfer.handoff.decode.room_request import RoomRequest
-from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomReady
 from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.layout.layout import Component
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
-from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.mooncake.host import why_not
 from pdtransfer.transports.options import ArenaOptions, WriterOptions
 from pdtransfer.wire import pack_ids
-from tests.support.client_pair import settings
 from tests.support.hybrid_pools import WINDOW, Pools, pools_of
-from tests.support.layout_tensors import CANARY
+from tests.support.node_pair import NodePair, node_pair
 from tests.support.waiting import until
 
 TOKENS = 4_096  # of the arena: sixteen pages of C4
@@ -46,18 +41,12 @@ class Sent:
 
 
 @dataclass
-class Nodes:
-    """Both nodes on this loop, prefill's pools, what the arena must hold, and what either has told."""
+class Nodes(NodePair):
+    """Prefill's pools as well, and what the arena must hold."""
 
-    prefill: PrefillNode
-    decode: DecodeNode
-    endpoint: str
     source: Pools
     expected: Pools
-    arena: ArenaMemory
     rng: np.random.Generator
-    events_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained]
-    events_d: list[RoomReady | RoomFailed]
     sent: dict[int, Sent] = field(default_factory=dict[int, Sent])
     free: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # prefill's pages
 
@@ -101,10 +90,6 @@ class Nodes:
                     if low < high and layers[0] < layers[1]:
                         yield Cell(component.name, low, layers, sent.slots[component.name][low:high])
 
-    def expect(self, room: int, tokens: int, **more: Any) -> None:
-        request = RoomRequest(room=room, tokens=tokens, sources=[self.endpoint], time_left_s=100, **more)
-        self.decode.expect(request)
-
     def send(self, room: int, tokens: int, *, chunk: int) -> None:
         sent = self.place(room, tokens)
         self.prefill.open(room, tokens=tokens, time_left_s=100)
@@ -114,9 +99,7 @@ class Nodes:
 
     async def ready(self, room: int, *, prefix: int = 0) -> RoomReady:
         """READY, and from here on its rows are expected in the arena, those of a prefix where they were before."""
-        await until(lambda: any(event.room == room for event in self.events_d))
-        (event,) = (event for event in self.events_d if event.room == room)
-        assert isinstance(event, RoomReady), event
+        event = await super().ready(room)
         sent = self.sent[room]
         crossed = 0
         for component in self.components:
@@ -148,25 +131,12 @@ async def nodes(
     name: str, *, granular: bool, seed: int = 0, transport: Any = "shm", **decode: Any
 ) -> AsyncIterator[Nodes]:
     source, expected = filled(), pools_of(name, tokens=TOKENS, requests=REQUESTS, granular=granular)
-    arena = ArenaMemory.create(expected.byte_count, huge_pages="never")
-    arena.mapping.array[:] = CANARY
-    events_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
-    events_d: list[RoomReady | RoomFailed] = []
-    prefill = PrefillNode(
-        settings("p"), source.components, events_p.append,
+    async with node_pair(
+        source=source.components, target=expected.components, arena_bytes=expected.byte_count,
         writer=WriterOptions(pool_address=source.memory.ctypes.data, transport=transport),
-    )  # fmt: skip
-    decode_node = DecodeNode(
-        settings("d"), expected.components, arena, events_d.append, options=ArenaOptions(transport=transport), **decode
-    )
-    endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
-    rng = np.random.default_rng(seed)
-    try:
-        yield Nodes(prefill, decode_node, endpoint, source, expected, arena, rng, events_p, events_d)
-    finally:
-        await decode_node.close()
-        await prefill.close()
-        arena.close()
+        options=ArenaOptions(transport=transport), **decode,
+    ) as pair:  # fmt: skip
+        yield Nodes(**vars(pair), source=source, expected=expected, rng=np.random.default_rng(seed))
 
 
 @pytest.mark.slow

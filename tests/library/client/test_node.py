@@ -28,14 +28,12 @@ from pdtransfer.client.prefill_node import PrefillNode
 from pdtransfer.client.settings import Others
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.handoff.decode.room_request import RoomRequest, chosen_rows
-from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
-from pdtransfer.handoff.prefill.cells import Cell
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomReady
 from pdtransfer.handoff.states import DecodeRoom
 from pdtransfer.layout.geometry import Int64s
-from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.device_events import POLL_S, Event, EventQueue
-from pdtransfer.transports.options import ArenaOptions, WriterOptions
+from pdtransfer.transports.options import ArenaOptions
 from pdtransfer.transports.shm import entering
 from pdtransfer.transports.shm.entering import EnteredArena
 from pdtransfer.wire import (
@@ -60,7 +58,7 @@ from pdtransfer.wire import (
 )
 from tests.support.client_pair import LIMITS, Late, component, settings
 from tests.support.internals import lines_of
-from tests.support.layout_tensors import CANARY, Pool, mla
+from tests.support.node_pair import SOURCE, TARGET, NodePair, node_pair
 from tests.support.processes import no_descriptors
 from tests.support.waiting import until
 
@@ -88,8 +86,8 @@ class Times:
 
 
 @pytest.fixture
-def ends(marked: Callable[..., AbstractAsyncContextManager[Nodes]]) -> AbstractAsyncContextManager[Nodes]:
-    return marked(nodes)
+def ends(marked: Callable[..., AbstractAsyncContextManager[NodePair]]) -> AbstractAsyncContextManager[NodePair]:
+    return marked(node_pair)
 
 
 async def test_ticks_come_when_they_are_due_and_not_before() -> None:
@@ -155,7 +153,7 @@ async def test_a_clock_never_goes_back() -> None:
 
 async def test_a_node_that_stood_still_calls_no_peer_silent() -> None:
     limits = replace(LIMITS, ping_ms=100, silence_ms=400)
-    async with nodes(limits=limits) as it:
+    async with node_pair(limits=limits) as it:
         it.expect(1)
         await until(lambda: it.decode.core.rooms[1].state is DecodeRoom.LANDING)
         peer, clock = it.decode.core.prefill_peers.peers[it.endpoint], it.decode._clock
@@ -182,7 +180,7 @@ async def test_what_has_arrived_is_received_before_a_tick() -> None:
 async def test_both_nodes_read_their_lines_before_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Bus] = []
     monkeypatch.setattr(Bus, "read_lines", lambda bus, peer=None: None if peer else read.append(bus))
-    async with nodes() as it:
+    async with node_pair() as it:
         it.expect(1)
         it.send(1)
         await it.ready(1)
@@ -391,65 +389,14 @@ async def test_a_stopped_queue_asks_no_more() -> None:
 # Nodes
 
 
-SOURCE = Pool(name="layer_first", model=mla(layers=range(2)), page_size=16, slots=128)
-TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=64)
-
-
-class Nodes:
-    """A prefill and a decode node on this very loop, and what they tell."""
-
-    def __init__(self, arena: ArenaMemory, directory: Path | None, limits: Limits, **more: Any) -> None:
-        SOURCE.fill(np.arange(SOURCE.slots))
-        self.events_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
-        self.events_d: list[RoomReady | RoomFailed] = []
-        self.prefill = PrefillNode(
-            settings("p", limits), [component(SOURCE)], self.events_p.append,
-            writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data),
-        )  # fmt: skip
-        self.decode = DecodeNode(
-            settings("d", limits), [component(TARGET)], arena, self.events_d.append,
-            options=ArenaOptions(socket_directory=directory), **more,
-        )  # fmt: skip
-        self.endpoint = ""
-
-    def expect(self, room: int, **more: Any) -> None:
-        options = {"tokens": 10, "sources": [self.endpoint], "time_left_s": 20, **more}
-        self.decode.expect(RoomRequest(room=room, **options))
-
-    def send(self, room: int) -> None:
-        self.prefill.open(room, tokens=10, time_left_s=20)
-        self.prefill.push(room, Cell("kv", 0, (0, 2), np.arange(10)))
-        self.prefill.finish(room, aux=b"")
-
-    async def ready(self, room: int) -> RoomReady:
-        await until(lambda: any(event.room == room for event in self.events_d))
-        (event,) = (event for event in self.events_d if event.room == room)
-        assert isinstance(event, RoomReady), event
-        return event
-
-
-@asynccontextmanager
-async def nodes(directory: Path | None = None, limits: Limits = LIMITS, **more: Any) -> AsyncIterator[Nodes]:
-    arena = ArenaMemory.create(TARGET.layout.end, huge_pages="never")
-    arena.mapping.array[:] = CANARY
-    made = Nodes(arena, directory, limits, **more)
-    made.endpoint = await made.prefill.bus.bind("tcp://127.0.0.1:0")
-    try:
-        yield made
-    finally:
-        await made.decode.close()
-        await made.prefill.close()
-        arena.close()
-
-
-async def test_a_dialled_peer_has_its_session_before_the_first_room_comes(ends: Nodes) -> None:
+async def test_a_dialled_peer_has_its_session_before_the_first_room_comes(ends: NodePair) -> None:
     ends.decode.introduce((ends.endpoint,))
     await until(lambda: ends.prefill.core.sessions and next(iter(ends.prefill.core.sessions.values())).granting)
     sessions = ends.decode.core.prefill_peers.sessions
     await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
 
 
-async def test_grants_of_a_session_over_shared_memory_go_by_its_line_until_it_ends(ends: Nodes) -> None:
+async def test_grants_of_a_session_over_shared_memory_go_by_its_line_until_it_ends(ends: NodePair) -> None:
     ends.expect(1)
     ends.send(1)
     await ends.ready(1)
@@ -467,7 +414,7 @@ async def test_grants_of_a_session_over_shared_memory_go_by_its_line_until_it_en
     await until(lambda: not lines_of(ends.prefill.bus))
 
 
-async def test_a_session_whose_line_has_ended_goes_on_by_zmq(ends: Nodes) -> None:
+async def test_a_session_whose_line_has_ended_goes_on_by_zmq(ends: NodePair) -> None:
     ends.decode.introduce((ends.endpoint,))
     await until(lambda: lines_of(ends.decode.bus))
     for session in list(lines_of(ends.decode.bus)):
@@ -479,21 +426,21 @@ async def test_a_session_whose_line_has_ended_goes_on_by_zmq(ends: Nodes) -> Non
 
 
 async def test_of_the_sources_that_a_node_gets_it_dials_those_that_it_may() -> None:
-    async with nodes() as it:
+    async with node_pair() as it:
         keyed = "k" * 40 + "@tcp://127.0.0.1:1"  # this node has no keys
         it.decode.introduce((keyed, "nonsense", it.endpoint, it.endpoint))
         assert list(it.decode.core.prefill_peers.peers) == [it.endpoint]
         sessions = it.decode.core.prefill_peers.sessions
         await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
         assert it.events_d == []
-    async with nodes(limits=replace(LIMITS, sessions_max=1)) as it:
+    async with node_pair(limits=replace(LIMITS, sessions_max=1)) as it:
         it.decode.introduce((it.endpoint,))
         assert not it.decode.core.prefill_peers.peers
         it.expect(1)
         assert list(it.decode.core.prefill_peers.peers) == [it.endpoint], "the place was kept for it"
 
 
-async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_request(ends: Nodes) -> None:
+async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_request(ends: NodePair) -> None:
     """Its router tries another prefill then, and says 503 where there is none."""
     limits, too_many = ends.decode.bus._limits, "tcp://127.0.0.1:1"
     ends.expect(1)
@@ -523,7 +470,7 @@ async def test_a_room_lands_while_the_rest_of_its_arena_is_yet_to_be_entered(mon
     monkeypatch.setattr(EnteredArena, "enter_next", later)
     monkeypatch.setattr(entering, "STEP_BYTES", 4_096)
     monkeypatch.setattr(entering, "PIECE_BYTES", 4_096)
-    async with nodes() as it:
+    async with node_pair() as it:
         it.decode.introduce((it.endpoint,))
         sessions = it.decode.core.prefill_peers.sessions
         await until(lambda: [session.bytes_ready for session in sessions.values()] == [TARGET.layout.end])
@@ -536,7 +483,7 @@ async def test_a_room_lands_while_the_rest_of_its_arena_is_yet_to_be_entered(mon
 
 
 async def test_the_arena_is_handed_over_by_a_socket_in_the_directory_that_was_named(tmp_path: Path) -> None:
-    async with nodes(tmp_path / "sockets") as it:
+    async with node_pair(options=ArenaOptions(socket_directory=tmp_path / "sockets")) as it:
         it.expect(1)
         it.send(1)
         await it.ready(1)
@@ -544,7 +491,7 @@ async def test_the_arena_is_handed_over_by_a_socket_in_the_directory_that_was_na
     assert list((tmp_path / "sockets").iterdir()) == []
 
 
-async def test_what_copies_took_is_kept_until_the_room_is_drained(ends: Nodes) -> None:
+async def test_what_copies_took_is_kept_until_the_room_is_drained(ends: NodePair) -> None:
     kept: list[int] = []
     ends.prefill._on_event = lambda event: kept.append(ends.prefill.copy_ns.get(event.room, 0))
     ends.send(1)
@@ -556,7 +503,7 @@ async def test_what_copies_took_is_kept_until_the_room_is_drained(ends: Nodes) -
     assert ends.prefill.stamp_ns > ready_after
 
 
-async def test_open_of_a_label_whose_pages_are_still_read_reports_no_drained(ends: Nodes) -> None:
+async def test_open_of_a_label_whose_pages_are_still_read_reports_no_drained(ends: NodePair) -> None:
     ends.prefill.open(1, tokens=10, time_left_s=20)
     with pytest.raises(LocalProtocolError, match="open already"):
         ends.prefill.open(1, tokens=10, time_left_s=20)
@@ -564,7 +511,7 @@ async def test_open_of_a_label_whose_pages_are_still_read_reports_no_drained(end
 
 
 @pytest.mark.given(engine_slots=True)
-async def test_a_label_that_is_expected_again_leaves_its_room_alone(ends: Nodes) -> None:
+async def test_a_label_that_is_expected_again_leaves_its_room_alone(ends: NodePair) -> None:
     """Its slots may still be written: RoomFailed and RoomDrained would be wrong for it."""
     rows = chosen_rows([component(TARGET)], {"kv": np.arange(10)}, tokens=10)
     ends.expect(1, chosen=rows)
@@ -576,7 +523,7 @@ async def test_a_label_that_is_expected_again_leaves_its_room_alone(ends: Nodes)
     assert [type(event) for event in ends.events_d] == [RoomReady, RoomDrained]
 
 
-async def test_a_hand_off_takes_the_time_of_its_own_grant_and_an_ended_session_leaves_nothing(ends: Nodes) -> None:
+async def test_a_hand_off_takes_the_time_of_its_own_grant_and_an_ended_session_leaves_nothing(ends: NodePair) -> None:
     took = list[float]()
     async with stranger(ends.endpoint) as other:
         ends.prefill._handed_off = lambda _, __, seconds: took.append(seconds)
@@ -603,7 +550,7 @@ async def test_a_release_whose_event_breaks_keeps_the_slots_and_reports_it(caplo
         def query(self) -> bool:
             raise RuntimeError("no such stream")
 
-    async with nodes() as it:
+    async with node_pair() as it:
         it.expect(1)
         it.send(1)
         await it.ready(1)
@@ -615,7 +562,7 @@ async def test_a_release_whose_event_breaks_keeps_the_slots_and_reports_it(caplo
         ) in [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason(ends: Nodes) -> None:
+async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason(ends: NodePair) -> None:
     key = "A" * 39 + "0"
     ends.expect(1, sources=[f"{key}@{ends.endpoint}"])
     (failed,) = ends.events_d
@@ -624,7 +571,7 @@ async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason(en
     assert key in failed.detail
 
 
-async def test_goodbye_is_sent_to_both_sides_so_that_nobody_waits_for_silence(ends: Nodes) -> None:
+async def test_goodbye_is_sent_to_both_sides_so_that_nobody_waits_for_silence(ends: NodePair) -> None:
     ends.expect(1)
     ends.send(1)
     await ends.ready(1)
@@ -670,7 +617,7 @@ async def stranger(endpoint: str) -> AsyncIterator[Stranger]:
     ("transport", "why"), [("shm", "another"), ("carrier", "Register.reach.transport: 'carrier', this node takes shm")]
 )
 async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on(
-    ends: Nodes, transport: str, why: str
+    ends: NodePair, transport: str, why: str
 ) -> None:
     async with stranger(ends.endpoint) as other:
         identity = replace_identity(ends, node="other")
@@ -687,7 +634,7 @@ async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on(
 
 
 async def test_no_session_takes_the_id_of_one_whose_writer_is_still_being_fenced(
-    ends: Nodes, monkeypatch: pytest.MonkeyPatch
+    ends: NodePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fenced = asyncio.Event()
 
@@ -713,7 +660,7 @@ async def test_no_session_takes_the_id_of_one_whose_writer_is_still_being_fenced
         assert (await other.receive(Registered)).session == 5
 
 
-async def test_a_message_that_is_no_nodes_business_is_a_breach_and_ends_nothing_else(ends: Nodes) -> None:
+async def test_a_message_that_is_no_nodes_business_is_a_breach_and_ends_nothing_else(ends: NodePair) -> None:
     async with stranger(ends.endpoint) as other:
         await other.send(Hello(1, 1, replace_identity(ends, node="other")))
         await other.receive(Welcome)
@@ -746,7 +693,7 @@ async def test_others_take_what_is_theirs_before_the_core_sees_it() -> None:
         await node.close()
 
 
-def replace_identity(nodes: Nodes, *, node: str) -> Any:
+def replace_identity(nodes: NodePair, *, node: str) -> Any:
     return msgspec.structs.replace(nodes.decode.core.prefill_peers.identity, node=node, incarnation=77)
 
 
@@ -772,7 +719,7 @@ async def test_who_is_refused_is_logged_once_with_both_values(caplog: pytest.Log
         arena.close()
 
 
-async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer(ends: Nodes) -> None:
+async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer(ends: NodePair) -> None:
     async with stranger(ends.endpoint) as other:
         ends.expect(1)
         ends.send(1)

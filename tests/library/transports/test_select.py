@@ -13,12 +13,8 @@ import numpy as np
 import pytest
 import uvloop
 
-from pdtransfer.client.decode_node import DecodeNode
-from pdtransfer.client.prefill_node import PrefillNode
 from pdtransfer.errors import ConfigError, TransportError
-from pdtransfer.handoff.decode.room_request import RoomRequest
-from pdtransfer.handoff.effects import Outcome, RoomReady
-from pdtransfer.handoff.prefill.sessions import Cell
+from pdtransfer.handoff.effects import Outcome
 from pdtransfer.layout.layout import Component
 from pdtransfer.limits import TRANSPORTS_MAX
 from pdtransfer.memory.arena_memory import ArenaMemory
@@ -31,10 +27,8 @@ from pdtransfer.transports.mooncake import MooncakeLibrary
 from pdtransfer.transports.nixl import NixlLibrary
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
 from tests.library.transports.fake_transport import FakeArena, FakeWriter
-from tests.support.client_pair import component, settings
-from tests.support.layout_tensors import Pool, mla
+from tests.support.node_pair import SOURCE, TARGET, node_pair
 from tests.support.session_ends import identity
-from tests.support.waiting import until
 
 HERE = "boot net:[1] mnt:[2] 0"
 
@@ -153,7 +147,10 @@ class Carrier:
             self.hosts.append(host)
             return msgspec.structs.replace(await offer(session, host), transport=self.name)
 
-        self.owner.offer = offered
+        async def close() -> None:
+            self.owner.memory = np.empty(0, np.uint8)  # nothing here looks at the arena any more
+
+        self.owner.offer, self.owner.close = offered, close
         return self.owner
 
     def writer(
@@ -175,39 +172,18 @@ def carrier() -> Iterator[Carrier]:
     del registry.TRANSPORTS["carrier"]
 
 
-SOURCE = Pool(name="layer_first", model=mla(layers=range(2)), page_size=16, slots=128)
-TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=64)
-
-
 async def lands(prefill_takes: str, decode_takes: str, network: Network | None = None) -> dict[str, int]:
     """Lands a room of all rows between two nodes; returns how many sessions each of prefill's transports has."""
-    SOURCE.fill(np.arange(SOURCE.slots))
-    arena, events = ArenaMemory.create(len(TARGET.memory), huge_pages="never"), list[Any]()
-    prefill = PrefillNode(
-        settings("p"), [component(SOURCE)], lambda _: None,
-        writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data, transport=prefill_takes),
-    )  # fmt: skip
-    decode = DecodeNode(
-        settings("d"), [component(TARGET)], arena, events.append,
-        options=ArenaOptions(transport=decode_takes, network=network or Network()),
-    )  # fmt: skip
-    endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
-    try:
-        decode.expect(RoomRequest(room=1, tokens=60, sources=[endpoint], time_left_s=20))
-        prefill.open(1, tokens=60, time_left_s=20)
-        prefill.push(1, Cell("kv", 0, (0, 2), np.arange(60)))
-        prefill.finish(1, aux=b"")
-        await until(lambda: events)
-        (ready,) = events
-        assert isinstance(ready, RoomReady), ready
-        landed = replace(TARGET)
-        landed.__dict__["memory"] = arena.mapping.array[: len(TARGET.memory)]
+    options = ArenaOptions(transport=decode_takes, network=network or Network())
+    writer = WriterOptions(transport=prefill_takes)
+    async with node_pair(arena_bytes=len(TARGET.memory), writer=writer, options=options) as it:
+        it.expect(1, 60)
+        it.send(1, 60)
+        ready, landed = await it.ready(1), replace(TARGET)
+        landed.__dict__["memory"] = it.arena.mapping.array[: len(TARGET.memory)].copy()
         for row in TARGET.model.rows():
             assert np.array_equal(landed.read(*row, ready.slots["kv"][:60]), SOURCE.read(*row, np.arange(60)))
-        return prefill.transport.counts
-    finally:
-        await decode.close()
-        await prefill.close()
+        return it.prefill.transport.counts
 
 
 @pytest.mark.parametrize("decode_takes", ["carrier", "auto"])

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,7 @@ from msgspec.structs import replace
 from pdtransfer.client.decode_node import DecodeNode
 from pdtransfer.client.prefill_node import PrefillNode
 from pdtransfer.errors import ConfigError, TransportError
-from pdtransfer.handoff.decode.room_request import RoomRequest
-from pdtransfer.handoff.effects import Outcome, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
-from pdtransfer.handoff.prefill.cells import Cell
+from pdtransfer.handoff.effects import Outcome, RoomDrained, RoomFailed, RoomLeased, RoomReady
 from pdtransfer.limits import ENGINES_MAX
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
@@ -45,10 +44,10 @@ from pdtransfer.transports.mooncake.host import why_not
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
 from tests.library.transports.engines.engine_pair import LARGE, SESSION, SMALL, Both, both, latent, mapped_by, shuffled
 from tests.library.transports.fake_transport import ignore_end
-from tests.support.client_pair import LIMITS, component, settings
 from tests.support.internals import sessions_of
-from tests.support.layout_tensors import CANARY, Pool, mla
+from tests.support.layout_tensors import CANARY
 from tests.support.libraries import LIBRARIES, on_each_library
+from tests.support.node_pair import NodePair, node_pair
 from tests.support.paths import REPO
 from tests.support.processes import command_line, deliver
 from tests.support.session_ends import REACH, identity
@@ -546,44 +545,24 @@ def test_an_engine_dies_with_its_parent_and_has_none_of_its_descriptors() -> Non
 
 # Nodes
 
-SOURCE = Pool(name="layer_first", model=mla(layers=range(2)), page_size=16, slots=128)
-TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=64)
 
+@dataclass
+class Nodes(NodePair):
+    """A pair whose KV goes over `transport`."""
 
-class Nodes:
-    """A prefill and a decode node on this very loop, whose KV goes over `transport`, and what they tell."""
-
-    def __init__(self, memory: ArenaMemory, transport: str) -> None:
-        self.transport = transport
-        SOURCE.fill(np.arange(SOURCE.slots))
-        self.events_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
-        self.events_d: list[RoomReady | RoomFailed] = []
-        self.prefill = PrefillNode(
-            settings("p", LIMITS), [component(SOURCE)], self.events_p.append,
-            writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data, transport=transport),
-        )  # fmt: skip
-        self.decode = DecodeNode(
-            settings("d", LIMITS), [component(TARGET)], memory, self.events_d.append, verify=True, prefix_cache=False,
-            options=ArenaOptions(transport=transport),
-        )  # fmt: skip
-        self.memory, self.endpoint, self.rooms = memory, "", 0
+    transport: str
+    rooms: int = 0
 
     def begin(self) -> int:
         """A room of all slots but four."""
         self.rooms += 1
-        self.decode.expect(RoomRequest(room=self.rooms, tokens=60, sources=[self.endpoint], time_left_s=60))
+        self.expect(self.rooms, 60)
         self.prefill.open(self.rooms, tokens=60, time_left_s=60)
         return self.rooms
 
-    def send(self, room: int) -> None:
-        self.prefill.push(room, Cell("kv", 0, (0, 2), np.arange(60)))
-        self.prefill.finish(room, aux=b"")
-
-    async def ended(self, room: int) -> RoomReady | RoomFailed:
+    async def drained(self, room: int) -> RoomReady | RoomFailed:
         """How it ended, and nothing reads its pages any more."""
-        await until(lambda: any(event.room == room for event in self.events_d))
-        (event,) = (event for event in self.events_d if event.room == room)
-        if isinstance(event, RoomFailed):
+        if isinstance(event := await self.ended(room), RoomFailed):
             self.prefill.abort(room)
         else:
             self.decode.release(room)
@@ -592,8 +571,8 @@ class Nodes:
 
     async def lands(self) -> bool:
         room = self.begin()
-        self.send(room)
-        return isinstance(await self.ended(room), RoomReady)
+        self.push(room, 60)
+        return isinstance(await self.drained(room), RoomReady)
 
     def engine(self, side: DecodeNode | PrefillNode) -> int:
         over = side.transport._made[self.transport]
@@ -603,16 +582,11 @@ class Nodes:
 
 @asynccontextmanager
 async def nodes(library: Library = LIBRARIES[0]) -> AsyncIterator[Nodes]:
-    memory = ArenaMemory.create(TARGET.layout.end, huge_pages="never")
-    memory.mapping.array[:] = CANARY
-    made = Nodes(memory, library.name)
-    made.endpoint = await made.prefill.bus.bind("tcp://127.0.0.1:0")
-    try:
-        yield made
-    finally:
-        await made.decode.close()
-        await made.prefill.close()
-        memory.close()
+    async with node_pair(
+        writer=WriterOptions(transport=library.name), options=ArenaOptions(transport=library.name),
+        verify=True, prefix_cache=False,
+    ) as pair:  # fmt: skip
+        yield Nodes(**vars(pair), transport=library.name)
 
 
 @on_each_library
@@ -637,8 +611,8 @@ async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come
         engine = it.engine(getattr(it, side))
         deliver([engine], signal.SIGSTOP)
         os.kill(engine, signal_number)
-        it.send(room)
-        event = await it.ended(room)
+        it.push(room, 60)
+        event = await it.drained(room)
         assert isinstance(event, RoomFailed), "nothing of it can have crossed"
         while not await it.lands():  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # a room that is refused at once leaves the loop no time

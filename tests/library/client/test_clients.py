@@ -198,39 +198,26 @@ def test_every_pair_of_pools_lands_token_for_token_and_no_other_byte_changes(
         assert expected.holds(pair.arena)
 
 
+@pytest.mark.parametrize(
+    ("cells", "skip"),
+    [
+        ([(rows, layers) for rows in ((32, 50), (0, 32)) for layers in ((2, 3), (0, 2), (3, 4))], 0),
+        ([((0, 10), None), ((10, 33), None), ((33, 50), None)], 0),
+        ([((0, 3), None), ((3, 30), None), ((30, 50), None)], 12),
+    ],
+    ids=["layers in any order", "rows that end within a page", "rows that begin within a page"],
+)
 @pytest.mark.given(model=mla(layers=range(4)))
-def test_cells_of_some_layers_land_in_any_order(pair: Pair) -> None:
-    expected, pages = Expected(pair.target), pair.pages(1, 50)
+def test_cells_of_a_page_list_that_is_longer_land(
+    pair: Pair, cells: list[tuple[tuple[int, int], tuple[int, int] | None]], skip: int
+) -> None:
+    expected, pages = Expected(pair.target), pair.pages(1, 50 + skip)
     pair.expect(1, 50)
     pair.prefill.open(1, tokens=50)
-    for rows in ((32, 50), (0, 32)):
-        for layers in ((2, 3), (0, 2), (3, 4)):
-            pair.prefill.push(1, pages[: -(-rows[1] // 16)], rows=rows, layers=layers)
+    for rows, layers in cells:
+        pair.prefill.push(1, pages.tolist(), rows=rows, layers=layers, skip=skip)
     pair.prefill.finish(1)
-    landed(pair, expected, 1, pages, 50)
-    assert expected.holds(pair.arena)
-
-
-def test_a_page_list_may_be_longer_than_the_rows_so_far(pair: Pair) -> None:
-    expected, pages = Expected(pair.target), pair.pages(1, 50)
-    pair.expect(1, 50)
-    pair.prefill.open(1, tokens=50)
-    for rows in ((0, 10), (10, 33), (33, 50)):
-        pair.prefill.push(1, pages.tolist(), rows=rows)
-    pair.prefill.finish(1)
-    landed(pair, expected, 1, pages, 50)
-    assert expected.holds(pair.arena)
-
-
-def test_rows_may_begin_within_a_page(pair: Pair) -> None:
-    expected, pages = Expected(pair.target), pair.pages(1, 62)
-    pair.expect(1, 50)
-    pair.prefill.open(1, tokens=50)
-    for rows in ((0, 3), (3, 30), (30, 50)):
-        pair.prefill.push(1, pages, rows=rows, skip=12)
-    pair.prefill.finish(1)
-    slots = pair.ready(1).slots["kv"]
-    expected.land(slots_of_pages(pages, 16, 62)[12:], slots)
+    expected.land(slots_of_pages(pages, 16, 50 + skip)[skip:], pair.ready(1).slots["kv"])
     assert expected.holds(pair.arena)
 
 

@@ -115,34 +115,27 @@ def test_rows_that_the_engine_has_do_not_cross_and_prefill_learns_it(pair: Pair)
     assert expected.holds(pair.arena)
 
 
-def test_the_first_rows_stay_away_where_the_engine_has_no_slots_for_them(pair: Pair) -> None:
-    """As in a sliding window whose first blocks are gone."""
+@pytest.mark.parametrize(
+    "end",
+    [
+        TOKENS,
+        pytest.param(37, marks=pytest.mark.given(decode_options={"engine_slots": True, "open_ended": ["kv"]})),
+    ],
+    ids=["the first rows", "the last rows of an open-ended component"],
+)
+def test_rows_stay_away_where_the_engine_has_no_slots_for_them(pair: Pair, end: int) -> None:
+    """As in a sliding window whose first blocks are gone, or where another rank has the end of the prompt. Nor has
+    prefill such rows."""
     expected, slots = Expected(pair.target), chosen(5)
-    slots[:9] = -1
+    slots[:9] = slots[end:] = -1
     pair.expect(1, TOKENS, slots={"kv": slots})
     pages = pair.pages(1, TOKENS)
     pair.prefill.open(1, tokens=TOKENS)
-    pair.prefill.push(1, pages, rows=(9, TOKENS))  # nor has prefill the others any more
+    pair.prefill.push(1, pages, rows=(9 if end == TOKENS else 0, end))
     pair.prefill.finish(1)
-    pair.ready(1)
-    expected.land(slots_of_pages(pages, 16, TOKENS)[9:], slots[9:])
+    assert pair.ready(1).slots["kv"].tolist() == slots[9:end].tolist()
+    expected.land(slots_of_pages(pages, 16, TOKENS)[9:end], slots[9:end])
     assert expected.holds(pair.arena)
-
-
-def test_the_last_rows_of_an_open_ended_component_stay_away_where_it_has_no_slots_for_them() -> None:
-    """As where another rank has the end of the prompt: prefill has no such rows either."""
-    with client_pair(decode_options={"engine_slots": True, "open_ended": ["kv"]}) as pair:
-        expected, slots = Expected(pair.target), chosen(5)
-        slots[:9] = slots[37:] = -1
-        pair.expect(1, TOKENS, slots={"kv": slots})
-        pages = pair.pages(1, TOKENS)
-        pair.prefill.open(1, tokens=TOKENS)
-        pair.prefill.push(1, pages, rows=(0, 37))
-        pair.prefill.finish(1)
-        ready = pair.ready(1)
-        assert ready.slots["kv"].tolist() == slots[9:37].tolist()
-        expected.land(slots_of_pages(pages, 16, TOKENS)[9:37], slots[9:37])
-        assert expected.holds(pair.arena)
 
 
 def test_only_components_that_are_named_may_be_open_ended() -> None:

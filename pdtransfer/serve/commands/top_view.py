@@ -226,15 +226,14 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Returns a number in at most six characters: 0, 0.012, 3.45, 56.7, 890, 1.2k, 345M."""
+    """Returns a number in at most six characters: 0, <0.001, 0.012, 3.45, 56.7, 890, 1.2k, 345M."""
     if value is None:
         return "-"
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.1f}{unit}" if value < 100 * size else f"{value / size:.0f}{unit}"
-    if value == int(value) or value >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+    digits = 0 if value == int(value) or value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
+    return f"{value:.{digits}f}" if digits < 3 or value >= 0.001 else "<0.001"
 
 
 def byte_count(value: int) -> str:

@@ -110,8 +110,8 @@ def test_a_router_that_does_not_answer_is_named_above_the_last_picture() -> None
 
 
 def test_numbers_stay_short() -> None:
-    assert [number(value) for value in (None, 0.0, 0.0123, 3.456, 56.78, 890.0, 1_234.0, 345_600_000.0)] == [
-        "-", "0", "0.012", "3.46", "56.8", "890", "1.2k", "346M",
+    assert [number(value) for value in (None, 0.0, 4e-4, 0.0123, 3.456, 56.78, 890.0, 1_234.0, 345_600_000.0)] == [
+        "-", "0", "<0.001", "0.012", "3.46", "56.8", "890", "1.2k", "346M",
     ]  # fmt: skip
     assert [byte_count(value) for value in (0, 999, 4_096, 5 * 10**9)] == ["0", "999B", "4.1kB", "5.0GB"]
     assert [duration(seconds) for seconds in (0, 59, 61, 7_300, 90_061)] == ["0s", "59s", "1m01s", "2h01m", "1d01h"]

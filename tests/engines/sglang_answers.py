@@ -73,7 +73,7 @@ class Manager(backend.Manager):
         self._deferred_ack_targets, self._staging_outstanding = {}, defaultdict(int)
         self._deferred_ack_poisoned_rooms: set[int] = set()
         self.deferred_bootstrap = None
-        self._decode = self._prefill = None
+        self._side = None
 
     dsv41_spec_layout = None
 

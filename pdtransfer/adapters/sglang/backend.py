@@ -47,7 +47,7 @@ from .pools import (
     state_buffers,
 )
 from .prefill import SendingSide, Sent
-from .rooms import Change, Uses
+from .rooms import Uses
 from .states import LINEAR, conv_sections, drop_empty_states, states_fact
 
 log = logging.getLogger(f"sglang.srt.{__name__}")
@@ -59,6 +59,9 @@ _DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5
 class Manager(dialect.KVManager):
     """One rank: its client, and the requests that it sends or receives."""
 
+    sending: SendingSide  # on prefill
+    receiving: ReceivingSide  # on decode
+
     supports_deferred_decode_kv_release = dialect.DEFERS_RELEASES
     reports_transfer_latency = True
     supports_host_destination = False
@@ -68,8 +71,7 @@ class Manager(dialect.KVManager):
         dialect.check_features(server_args)
         check_options(server_args)
         self._settings = process.settings()
-        self._prefill: SendingSide | None = None
-        self._decode: ReceivingSide | None = None
+        self._side: SendingSide | ReceivingSide | None = None  # once it runs
         self.refusals = Remembered[str, str](ADDRESSES_MAX)  # why prefill servers were refused, by their address
         self._model_config = ModelConfig.from_server_args(server_args)
         self._draft_config: Any = None
@@ -158,7 +160,7 @@ class Manager(dialect.KVManager):
         described = self._pools(lambda _: (memory.base(extent), "dram"))
         rank = self._rank(memory, extent)
         client, endpoint = rank.prefill(described.components, described.replicas)
-        self._prefill = SendingSide(client, described, time_left_s=self._settings.time_left_s)
+        self.sending = self._side = SendingSide(client, described, time_left_s=self._settings.time_left_s)
         # What decode learns from the bootstrap server is where our client listens.
         self.rank_port = int(endpoint.rpartition(":")[2])
         self.local_ip = endpoint.rpartition("tcp://")[0] + self._settings.host
@@ -182,7 +184,7 @@ class Manager(dialect.KVManager):
             first = get_parallel().pp_group.broadcast_object(first, src=0)
         if self.attn_tp_size > 1:
             first = get_parallel().attn_tp_group.broadcast_object(first, src=0)
-        self._decode = ReceivingSide(
+        self.receiving = self._side = ReceivingSide(
             client, described, Uses(first), put_aux=self._put_aux, aux_bytes=sum(args.aux_item_lens),
             time_left_s=self._settings.time_left_s,
         )  # fmt: skip
@@ -224,20 +226,14 @@ class Manager(dialect.KVManager):
 
     def close(self) -> None:
         """Ends the client: requests under way fail."""
-        for side in (self._prefill, self._decode):
-            if side is not None:
-                side.close()
+        if self._side is not None:
+            self._side.close()
 
     # Both sides
 
     def turn(self) -> None:
         """What has become known since the last call is in SGLang's tables."""
-        changes: list[Change] = []
-        if self._prefill is not None:
-            changes = self._prefill.turn()
-        elif self._decode is not None:
-            changes = self._decode.turn()
-        for change in changes:
+        for change in self._side.turn() if self._side is not None else ():
             if change.reason and change.bootstrap_room in self.request_status:
                 self.record_failure(change.bootstrap_room, change.reason)
             self.update_status(change.bootstrap_room, int(change.state))
@@ -254,20 +250,13 @@ class Manager(dialect.KVManager):
     def refuse(self, bootstrap_rooms: list[int], reason: str) -> None:
         """The requests fail."""
         log.error("%s", reason)
-        side = self._prefill or self._decode
         for room in bootstrap_rooms:
-            if side is not None:
-                side.failures.failed(Cause.REFUSED, reason)
+            if self._side is not None:
+                self._side.failures.failed(Cause.REFUSED, reason)
             self.record_failure(room, reason)
             self.update_status(room, KVPoll.Failed)
 
     # Prefill
-
-    @property
-    def sending(self) -> SendingSide:
-        """Prefill's requests."""
-        assert self._prefill is not None
-        return self._prefill
 
     def add_transfer_request(
         self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool, *,
@@ -286,12 +275,6 @@ class Manager(dialect.KVManager):
         return b"".join(ctypes.string_at(address + index * item, item) for address, item in items)
 
     # Decode
-
-    @property
-    def receiving(self) -> ReceivingSide:
-        """Decode's requests."""
-        assert self._decode is not None
-        return self._decode
 
     def _put_aux(self, index: int, aux: bytes) -> None:
         offset = 0

@@ -93,14 +93,14 @@ class CachePart:
         return self.component.name
 
 
-@dataclass(frozen=True, slots=True)
 class KVPools:
     """The components: first the KV cache, unless no layer of a pipeline stage has any, and that of a drafter with other
-    heads; then the states in SGLang's order."""
+    heads; then the states in SGLang's order. They are added one after another, of planes that it makes."""
 
-    parts: tuple[CachePart, ...]
-    replicas: dict[str, tuple[int, int]]
-    page_size: int
+    def __init__(self, model: HeadCounts, locate: Locate, page_size: int) -> None:
+        self._model, self._locate, self.page_size = model, locate, page_size
+        self.parts: list[CachePart] = []
+        self.replicas: dict[str, tuple[int, int]] = {}
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -113,9 +113,109 @@ class KVPools:
         return tuple(part for part in self.parts if part.name in OF_KV)
 
     @property
-    def states(self) -> tuple[CachePart, ...]:
+    def states(self) -> list[CachePart]:
         """All parts but the KV cache."""
         return self.parts[len(self.kv) :]
+
+    def add(self, name: str, kind: CacheKind, planes: list[Plane], buffers: Buffers, slots: int = 0) -> None:
+        """A component of these buffers, of this many slots where they are not all of one number."""
+        kind = kind.of(self.page_size)
+        memories: set[Memory] = {self._locate(address)[1] for address in buffers.addresses}
+        if len(memories) > 1:
+            raise ConfigError(f"{name}: some of its buffers are in host memory, and some are not")
+        component = kind.component(name, memories.pop(), planes, slots or _slots(name, buffers, kind.of_page))
+        self.replicas.setdefault(name, kind.replica(self._model.heads.ranks))
+        self.parts.append(CachePart(component, kind))
+
+    def add_kv(self, kv: Buffers, layers: Sequence[int], drafts: int) -> None:
+        """The KV cache, whose last buffers are a drafter's: a component of its own if its heads are not the model's,
+        since what a rank holds of a component is one range of heads."""
+        model, layer_count = self._model, len(kv.addresses) - drafts
+        planes = self.planes_of(KV, kv.part(0, layer_count), layers, model.heads, latent=model.latent)
+        if drafts:
+            heads, latent = (model.drafter, model.latent_drafter) if model.drafter else (model.heads, model.latent)
+            of_drafter = kv.part(layer_count, len(kv.addresses))
+            numbers = range(DRAFT_LAYER, DRAFT_LAYER + drafts)
+            draft_planes = self.planes_of(DRAFT_KV, of_drafter, numbers, heads, latent=latent)
+            same_total = (heads.total, latent) == (model.heads.total, model.latent)
+            if not same_total or draft_planes[0].head_count != planes[0].head_count:
+                self.add(KV, _TOKENS, planes, kv.part(0, layer_count))
+                self.add(DRAFT_KV, _TOKENS, draft_planes, of_drafter)
+                return
+            del self.replicas[DRAFT_KV]
+            planes += draft_planes
+        self.add(KV, _TOKENS, planes, kv)
+
+    def planes_of(
+        self, name: str, buffers: Buffers, layers: Sequence[int], heads: Heads, *, latent: bool
+    ) -> list[Plane]:
+        """Those of layers with these heads, or of one latent."""
+        kinds, dtype = ("latent",) if latent else ("k", "v"), self._model.dtype
+        of_kind, rest = divmod(len(buffers.addresses), len(kinds))
+        if rest or not of_kind:
+            raise ConfigError(f"{name}: {len(buffers.addresses)} buffers are not {' and '.join(kinds)} of each layer")
+        count = heads.count
+        self.replicas[name] = heads.replica(count)
+        rows = [_whole(name, item, self.page_size) for item in buffers.item_bytes]
+        head_bytes = count * DTYPE_BYTES[dtype]
+        # Keys and values may have unequal numbers: what a rank holds is one range of heads all the same.
+        size = 1 if latent or dtype == OPAQUE else gcd(*(row // head_bytes for row in rows))
+        if heads.size and dtype != OPAQUE and rows[0] != heads.size * head_bytes:
+            raise ConfigError(
+                f"{name}: a token's keys have {rows[0]} bytes at this rank, expected {heads.size * head_bytes} for "
+                f"{count} heads of the drafter: SGLang shares its heads out among other ranks than the model's"
+            )
+        return [
+            Plane(
+                layer=layers[index % of_kind], kind=kinds[index // of_kind], dtype=dtype,
+                head_start=heads.first(count) * size, head_count=count * size,
+                base=address - self._locate(address)[0], page_stride=row, row_stride=row, row_bytes=row,
+            )
+            for index, (address, row) in enumerate(zip(buffers.addresses, rows, strict=True))
+        ]  # fmt: skip
+
+    def items(
+        self, buffers: Buffers, kinds: Sequence[Named], rank: int, of_items: Sequence[Sequence[StatePart]] | None = None
+    ) -> list[Plane]:
+        """Those of whole items that only SGLang understands, one a buffer; or one for each part of an item, with the
+        shares of the rank of this number as heads."""
+        planes: list[Plane] = []
+        of_buffers = zip(buffers.addresses, buffers.item_bytes, kinds, strict=True)
+        for index, (address, item, (kind, layer)) in enumerate(of_buffers):
+            parts, name = [StatePart(kind, 1, item)], "{}"
+            if of_items is not None:
+                parts, name = of_items[index], f"{kind}.{{}}"
+            base = address - self._locate(address)[0]
+            planes += state_planes(parts, layer=layer, name=name, base=base, stride=item, rank=rank)
+        return planes
+
+    def add_compressed(self, ratios: Sequence[int], kv: Buffers, states: Iterable[tuple[str, Buffers]]) -> None:
+        """DeepSeek V4's, of layers with these ratios: the same on all ranks."""
+
+        def add(name: str, kind: CacheKind, buffers: Buffers, kinds: Sequence[Named]) -> None:
+            if len(buffers.addresses) != len(kinds):
+                counts = Counter(kind for kind, _ in kinds).items()
+                wanted = " and ".join(f"{count} of {kind}" for kind, count in counts)
+                raise ConfigError(
+                    f"{name}: {len(buffers.addresses)} buffers are not {wanted}, as DeepSeek V4's layers have"
+                )
+            # SGLang rounds each kind up by itself: all of them have the pages that its allocator hands out.
+            slots = min(count // item for count, item in zip(buffers.byte_counts, buffers.item_bytes, strict=True))
+            self.add(name, kind, self.items(buffers, kinds, 0), buffers, slots)
+
+        add(KV, _SAME_PAGES, kv, _kinds_of(ratios, ("c4", 4), ("c4_index", 4), ("c128", 128)))
+        for name, buffers in states:
+            count, kind = len(buffers.addresses), _COMPRESSED_KINDS[name]
+            if name != WINDOW:
+                add(name, kind, buffers, _kinds_of(ratios, ("c128_state", 128)))
+            elif name in self.replicas:
+                # A draft model has windows alone.
+                add(f"{name}_draft", kind, buffers, [("window", DRAFT_LAYER + layer) for layer in range(count)])
+            else:
+                # A page of the window has the ring of the tokens that wait for their row of 4 there.
+                waiting = _kinds_of(ratios, ("c4_state", 4), ("c4_index_state", 4))
+                windows = [("window", layer) for layer in range(min(len(ratios), count - len(waiting)))]
+                add(name, kind, buffers, windows + waiting)
 
 
 def kv_buffers(args: Any) -> Buffers:
@@ -161,130 +261,29 @@ def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: 
     """
     _check(args, states)
     ranks = model.heads.ranks
-    builder = _Pools(model, locate, int(args.page_size))
+    described = KVPools(model, locate, int(args.page_size))
     if ratios := _ratios(args):
-        builder.add_compressed(ratios, kv, zip(_kinds(args), states, strict=True))
-        return builder.made()
+        described.add_compressed(ratios, kv, zip(_kinds(args), states, strict=True))
+        return described
     drafts = _draft_count(args)
     first_layer = int(getattr(args, "prefill_start_layer", 0) or 0)
     named = getattr(args, "kv_layer_ids", None)
     layers = list(named or range(first_layer, first_layer + len(kv.addresses) - drafts))
     if has_rows_of_pages(args):
-        builder.add(KV, _OWN_PAGES, _items(kv, _numbered(layers), ranks.tp_rank, locate), kv)
+        described.add(KV, _OWN_PAGES, described.items(kv, _numbered(layers), ranks.tp_rank), kv)
     elif kv.addresses or not states:
-        builder.add_kv(kv, layers, drafts)
+        described.add_kv(kv, layers, drafts)
 
     for index, (name, buffers) in enumerate(zip(_kinds(args), states, strict=True)):
         named = args.state_layer_ids[index] if index < len(args.state_layer_ids) else None
-        numbers = list(named or range(len(buffers.addresses)))
-        match KINDS[name].holder:
-            case "heads":
-                planes = builder.planes_of(name, buffers, numbers, model.window_heads, latent=model.latent)
-            case "shares":
-                of_items = item_parts(args, index, ranks.tp_size, model.conv_sections)
-                planes = _parts_of_items(buffers, _numbered(numbers), of_items, ranks.tp_rank, locate)
-            case _:
-                planes = _items(buffers, _numbered(numbers), KINDS[name].share(ranks), locate)
-        builder.add(name, KINDS[name], planes, buffers)
-    return builder.made()
-
-
-class _Pools:
-    """Components of which the planes are made one after another."""
-
-    def __init__(self, model: HeadCounts, locate: Locate, page_size: int) -> None:
-        self._model, self._locate, self._page_size = model, locate, page_size
-        self._parts: list[CachePart] = []
-        self._replicas: dict[str, tuple[int, int]] = {}
-
-    def made(self) -> KVPools:
-        """All that was added."""
-        return KVPools(tuple(self._parts), self._replicas, self._page_size)
-
-    def add(self, name: str, kind: CacheKind, planes: list[Plane], buffers: Buffers, slots: int = 0) -> None:
-        """A component of these buffers, of this many slots where they are not all of one number."""
-        kind = kind.of(self._page_size)
-        memories: set[Memory] = {self._locate(address)[1] for address in buffers.addresses}
-        if len(memories) > 1:
-            raise ConfigError(f"{name}: some of its buffers are in host memory, and some are not")
-        component = kind.component(name, memories.pop(), planes, slots or _slots(name, buffers, kind.of_page))
-        self._replicas.setdefault(name, kind.replica(self._model.heads.ranks))
-        self._parts.append(CachePart(component, kind))
-
-    def add_kv(self, kv: Buffers, layers: Sequence[int], drafts: int) -> None:
-        """The KV cache, whose last buffers are a drafter's: a component of its own if its heads are not the model's,
-        since what a rank holds of a component is one range of heads."""
-        model, layer_count = self._model, len(kv.addresses) - drafts
-        planes = self.planes_of(KV, kv.part(0, layer_count), layers, model.heads, latent=model.latent)
-        if drafts:
-            heads, latent = (model.drafter, model.latent_drafter) if model.drafter else (model.heads, model.latent)
-            of_drafter = kv.part(layer_count, len(kv.addresses))
-            numbers = range(DRAFT_LAYER, DRAFT_LAYER + drafts)
-            draft_planes = self.planes_of(DRAFT_KV, of_drafter, numbers, heads, latent=latent)
-            same_total = (heads.total, latent) == (model.heads.total, model.latent)
-            if not same_total or draft_planes[0].head_count != planes[0].head_count:
-                self.add(KV, _TOKENS, planes, kv.part(0, layer_count))
-                self.add(DRAFT_KV, _TOKENS, draft_planes, of_drafter)
-                return
-            del self._replicas[DRAFT_KV]
-            planes += draft_planes
-        self.add(KV, _TOKENS, planes, kv)
-
-    def planes_of(
-        self, name: str, buffers: Buffers, layers: Sequence[int], heads: Heads, *, latent: bool
-    ) -> list[Plane]:
-        """Those of layers with these heads, or of one latent."""
-        kinds, dtype = ("latent",) if latent else ("k", "v"), self._model.dtype
-        of_kind, rest = divmod(len(buffers.addresses), len(kinds))
-        if rest or not of_kind:
-            raise ConfigError(f"{name}: {len(buffers.addresses)} buffers are not {' and '.join(kinds)} of each layer")
-        count = heads.count
-        self._replicas[name] = heads.replica(count)
-        rows = [_whole(name, item, self._page_size) for item in buffers.item_bytes]
-        head_bytes = count * DTYPE_BYTES[dtype]
-        # Keys and values may have unequal numbers: what a rank holds is one range of heads all the same.
-        size = 1 if latent or dtype == OPAQUE else gcd(*(row // head_bytes for row in rows))
-        if heads.size and dtype != OPAQUE and rows[0] != heads.size * head_bytes:
-            raise ConfigError(
-                f"{name}: a token's keys have {rows[0]} bytes at this rank, expected {heads.size * head_bytes} for "
-                f"{count} heads of the drafter: SGLang shares its heads out among other ranks than the model's"
-            )
-        return [
-            Plane(
-                layer=layers[index % of_kind], kind=kinds[index // of_kind], dtype=dtype,
-                head_start=heads.first(count) * size, head_count=count * size,
-                base=address - self._locate(address)[0], page_stride=row, row_stride=row, row_bytes=row,
-            )
-            for index, (address, row) in enumerate(zip(buffers.addresses, rows, strict=True))
-        ]  # fmt: skip
-
-    def add_compressed(self, ratios: Sequence[int], kv: Buffers, states: Iterable[tuple[str, Buffers]]) -> None:
-        """DeepSeek V4's, of layers with these ratios: the same on all ranks."""
-
-        def add(name: str, kind: CacheKind, buffers: Buffers, kinds: Sequence[Named]) -> None:
-            if len(buffers.addresses) != len(kinds):
-                counts = Counter(kind for kind, _ in kinds).items()
-                wanted = " and ".join(f"{count} of {kind}" for kind, count in counts)
-                raise ConfigError(
-                    f"{name}: {len(buffers.addresses)} buffers are not {wanted}, as DeepSeek V4's layers have"
-                )
-            # SGLang rounds each kind up by itself: all of them have the pages that its allocator hands out.
-            slots = min(count // item for count, item in zip(buffers.byte_counts, buffers.item_bytes, strict=True))
-            self.add(name, kind, _items(buffers, kinds, 0, self._locate), buffers, slots)
-
-        add(KV, _SAME_PAGES, kv, _kinds_of(ratios, ("c4", 4), ("c4_index", 4), ("c128", 128)))
-        for name, buffers in states:
-            count, kind = len(buffers.addresses), _COMPRESSED_KINDS[name]
-            if name != WINDOW:
-                add(name, kind, buffers, _kinds_of(ratios, ("c128_state", 128)))
-            elif name in self._replicas:
-                # A draft model has windows alone.
-                add(f"{name}_draft", kind, buffers, [("window", DRAFT_LAYER + layer) for layer in range(count)])
-            else:
-                # A page of the window has the ring of the tokens that wait for their row of 4 there.
-                waiting = _kinds_of(ratios, ("c4_state", 4), ("c4_index_state", 4))
-                windows = [("window", layer) for layer in range(min(len(ratios), count - len(waiting)))]
-                add(name, kind, buffers, windows + waiting)
+        numbers, kind = list(named or range(len(buffers.addresses))), KINDS[name]
+        if kind.holder == "heads":
+            planes = described.planes_of(name, buffers, numbers, model.window_heads, latent=model.latent)
+        else:
+            parts = item_parts(args, index, ranks.tp_size, model.conv_sections) if kind.holder == "shares" else None
+            planes = described.items(buffers, _numbered(numbers), kind.share(ranks), parts)
+        described.add(name, kind, planes, buffers)
+    return described
 
 
 def _kinds_of(ratios: Sequence[int], *kinds: tuple[str, int]) -> list[Named]:
@@ -341,32 +340,6 @@ def _numbered(layers: Sequence[int]) -> list[Named]:
         kinds.append((f"item{counts[layer] or ''}", layer))
         counts[layer] += 1
     return kinds
-
-
-def _items(buffers: Buffers, kinds: Sequence[Named], head: int, locate: Locate) -> list[Plane]:
-    """One plane a buffer, of whole items that only SGLang understands."""
-    return [
-        Plane(
-            layer=layer, kind=kind, dtype=OPAQUE, head_start=head, head_count=1, base=address - locate(address)[0],
-            page_stride=item, row_stride=item, row_bytes=item,
-        )
-        for address, item, (kind, layer) in zip(buffers.addresses, buffers.item_bytes, kinds, strict=True)
-    ]  # fmt: skip
-
-
-def _parts_of_items(
-    buffers: Buffers, kinds: Sequence[Named], of_items: Sequence[Sequence[StatePart]], rank: int, locate: Locate
-) -> list[Plane]:
-    """One plane for each part of a buffer's items."""
-    return [
-        plane
-        for address, item, (kind, layer), parts in zip(
-            buffers.addresses, buffers.item_bytes, kinds, of_items, strict=True
-        )
-        for plane in state_planes(
-            parts, layer=layer, name=f"{kind}.{{}}", base=address - locate(address)[0], stride=item, rank=rank
-        )
-    ]
 
 
 def _whole(name: str, item: int, page_size: int) -> int:

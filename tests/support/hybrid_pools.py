@@ -9,7 +9,7 @@ import numpy as np
 from pdtransfer.layout.deepseek_v4 import deepseek_v4
 from pdtransfer.layout.layout import Component
 from pdtransfer.layout.layout_builders import C4_PARTS, DSA_INDEX_PARTS
-from tests.support.layout_tensors import CANARY, Bytes, Model, Pool, Slots
+from tests.support.layout_tensors import CANARY, Model, Pool, Slots
 
 RATIOS = (0, 4, 128, 4, 4, 128)  # some layers keep their window alone, none keeps all
 WINDOW = 128
@@ -28,7 +28,7 @@ def layers_of(name: str, ratios: Sequence[int] = RATIOS) -> list[int]:
 
 
 class Pools:
-    """A tensor for each component, as `host_layout` says, over `memory`, or one of its own."""
+    """A tensor for each component, as `host_layout` says, over one memory."""
 
     def __init__(self, host_layout: str, components: Sequence[Component], page_align: int) -> None:
         self.host_layout, self.components, self.page_align = host_layout, tuple(components), page_align
@@ -36,7 +36,8 @@ class Pools:
         last = max(self.by_name.values(), key=lambda pool: pool.base)
         self.byte_count = last.base + int(np.prod(last.shape)) + 64
         self.memory = np.full(self.byte_count, CANARY, dtype=np.uint8)
-        self.over(self.memory)
+        for pool in self.by_name.values():
+            pool.__dict__["memory"] = self.memory[: pool.base + int(np.prod(pool.shape)) + 64]
 
     def _pool(self, component: Component) -> Pool:
         name, layout = component.name, component.layout
@@ -44,13 +45,6 @@ class Pools:
         model = Model(parts=PARTS[name], layers=layers_of(name), heads=range(1), page_align=align)
         base = min(plane.base for plane in layout.planes)
         return Pool(name=self.host_layout, model=model, page_size=layout.page_size, slots=layout.slots, base=base)
-
-    def over(self, memory: Bytes) -> None:
-        """Looks at these bytes from now on."""
-        self.memory = memory
-        for pool in self.by_name.values():
-            pool.__dict__.pop("tensor", None)
-            pool.__dict__["memory"] = memory[: pool.base + int(np.prod(pool.shape)) + 64]
 
     def salted(self, name: str, slots: Slots) -> Slots:
         """The tokens whose content slots of this component have."""

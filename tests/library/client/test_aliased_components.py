@@ -12,7 +12,6 @@ import pytest
 
 from pdtransfer import (
     ArenaMemory,
-    Cause,
     Component,
     DecodeClient,
     LocalProtocolError,
@@ -23,7 +22,7 @@ from pdtransfer import (
     strided_layout,
 )
 from pdtransfer.handoff.slot_allocator import SlotAllocator
-from tests.support.client_pair import Late, Pair, settings
+from tests.support.client_pair import Pair, settings
 from tests.support.layout_tensors import CANARY
 
 BLOCK_TOKENS, BLOCKS, BUFFERS, HEADS, HEAD_BYTES = 16, 48, 2, 2, 256
@@ -120,49 +119,6 @@ def test_both_groups_of_two_rooms_land_in_the_blocks_that_the_engine_chose(verif
         assert ready.slots["window"].tolist() == other_window.tolist()
         moves = [(from_full, full), (from_window, window), (from_other_full, other_full)]
         assert np.array_equal(made.target, made.expected(*moves, (from_other_window, other_window)))
-
-
-def test_a_block_of_one_group_is_refused_to_the_other_until_its_room_has_drained() -> None:
-    full, window, other_full, other_window = blocks(3)
-    with hybrid() as made:
-        made.expect(1, full, window)
-        stolen = np.append(other_window[:-1], full[4])
-        made.expect(2, other_full, stolen)
-        failed = made.pair.failed(2)
-        assert failed.cause is Cause.REFUSED
-        assert failed.detail == "slots: some of 'window' belong to a room that has not drained"
-        made.send(1, *blocks(4)[:2])
-        made.pair.ready(1)
-        made.pair.until(lambda: made.pair.decode_event(1, RoomDrained))
-        made.expect(3, other_full, stolen)
-        from_full, from_window = blocks(5)[:2]
-        made.send(3, from_full, from_window)
-        made.pair.ready(3)
-        arena = made.expected((from_full, other_full), (from_window, stolen))
-        assert np.array_equal(made.target[:, stolen], arena[:, stolen])
-
-
-def test_a_room_has_no_block_in_both_groups() -> None:
-    full, window, _, _ = blocks(6)
-    with hybrid() as made:
-        made.expect(1, full, np.append(window[:-1], full[0]))
-        assert made.pair.failed(1).cause is Cause.REFUSED
-        made.expect(2, full, window)
-        made.send(2, *blocks(7)[:2])
-        made.pair.ready(2)
-
-
-def test_an_aborted_room_returns_the_blocks_of_both_groups() -> None:
-    full, window, _, _ = blocks(8)
-    with hybrid() as made:
-        made.expect(1, full, window)
-        made.send(1, *blocks(9)[:2], after=Late())
-        made.pair.decode.abort(1)
-        assert made.pair.failed(1).cause is Cause.ABORTED
-        made.pair.until(lambda: made.pair.decode_event(1, RoomDrained))
-        made.expect(2, np.append(full[WINDOW_BLOCKS:], window), full[:WINDOW_BLOCKS])
-        made.send(2, *blocks(10)[:2])
-        made.pair.ready(2)
 
 
 def test_only_an_engine_that_chooses_slots_may_lay_components_over_one_another() -> None:

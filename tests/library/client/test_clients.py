@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from pdtransfer.limits import AUX_BYTES_MAX, TOKENS_MAX
 from pdtransfer.transports.options import WriterOptions
 from tests.library.client.copy_gate import Gate
 from tests.support.bus_peers import pair as keys
-from tests.support.client_pair import LIMITS, Expected, Late, Pair, client_pair, component, settings, slots_of_pages
+from tests.support.client_pair import Expected, Late, Pair, client_pair, component, settings, slots_of_pages
 from tests.support.fake_gpu import FakeGpu
 from tests.support.internals import core_of, lines_of, node_of
 from tests.support.layout_tensors import Pool, mha, mla
@@ -221,80 +221,6 @@ def test_cells_of_a_page_list_that_is_longer_land(
     assert expected.holds(pair.arena)
 
 
-# Counts
-
-
-@pytest.mark.parametrize("first_row", [0, 20], ids=["every row pushed", "only what decode lacks pushed"])
-def test_rows_of_a_prefix_do_not_cross(pair: Pair, first_row: int) -> None:
-    pages = pair.pages(1, 50)
-    pair.expect(1, 50, prefix=20)
-    pair.prefill.open(1, tokens=50)
-    pair.prefill.push(1, pages, rows=(first_row, 50))
-    pair.prefill.finish(1)
-    ready = pair.ready(1)
-    assert ready.kv_bytes == 30 * pair.source.layout.row_bytes
-    assert len(ready.slots["kv"]) == 50
-    expected = Expected(pair.target)
-    expected.land(slots_of_pages(pages, 16, 50)[20:], ready.slots["kv"][20:])
-    assert expected.holds(pair.arena)
-
-
-def test_a_room_that_decode_holds_altogether_lands_with_no_byte(pair: Pair) -> None:
-    pair.expect(1, 50, prefix=50)
-    pair.prefill.open(1, tokens=50)
-    pair.prefill.finish(1, aux=b"first")
-    assert (pair.ready(1).kv_bytes, pair.ready(1).aux) == (0, b"first")
-    assert Expected(pair.target).holds(pair.arena)
-    pair.drained(1)
-
-
-def test_growth_is_leased_and_not_written(pair: Pair) -> None:
-    expected = Expected(pair.target)
-    pair.expect(1, 40, growth=24)
-    pages = pair.send(1, 40)
-    landed(pair, expected, 1, pages, 40)
-    slots = pair.ready(1).slots["kv"]
-    assert slots.dtype == np.int64
-    assert len(set(slots.tolist())) == 64
-    assert expected.holds(pair.arena)
-
-
-def test_totals_that_differ_fail_the_room_on_both_sides_with_both_values(pair: Pair) -> None:
-    pair.expect(1, 40)
-    pair.send(1, 41)
-    for failed in (pair.failed(1), pair.until(lambda: pair.prefill_event(1, RoomFailed))):
-        detail = (failed or pair.prefill_event(1, RoomFailed)).detail
-        assert "40" in detail
-        assert "41" in detail
-    pair.drained(1)
-    pair.whole_arena_is_free(2)
-
-
-def test_either_side_may_come_first(pair: Pair) -> None:
-    pair.send(1, 30)
-    pair.expect(2, 30)
-    pair.prefill.poll()
-    assert pair.prefill.state(1) is not KVPoll.SUCCESS
-    pair.expect(1, 30)
-    pair.ready(1)
-    pair.send(2, 30)
-    pair.ready(2)
-
-
-def test_rooms_wait_for_slots_in_order_and_one_that_never_fits_is_refused_at_once(pair: Pair) -> None:
-    for room in (1, 2, 3):
-        pair.expect(room, 200)
-        pair.send(room, 200)
-    pair.expect(4, 257)
-    assert pair.failed(4).cause is Cause.REFUSED
-    assert "257" in pair.failed(4).detail
-    assert "256" in pair.failed(4).detail
-    for room in (1, 2, 3):
-        pair.ready(room)
-        assert {event.room for event in pair.decode_events if isinstance(event, RoomReady)} == set(range(1, room + 1))
-        pair.decode.release(room)
-
-
 # Giving up
 
 
@@ -331,16 +257,6 @@ def test_who_gives_up_gets_the_failure_at_once_and_memory_is_safe_when_the_write
     pair.whole_arena_is_free(2)
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_room_given_up_before_the_other_side_knows_it_leaves_nothing_behind(pair: Pair, side: str) -> None:
-    pair.expect(1, 40)
-    pair.prefill.open(1, tokens=40)
-    getattr(pair, side).abort(1)
-    pair.failed(1)
-    pair.drained(1)
-    pair.whole_arena_is_free(2)
-
-
 @pytest.mark.parametrize("how", ["deadline", "abort", "refused"])
 def test_pages_of_a_room_that_decode_gives_up_before_its_grant_are_free_long_before_prefills_deadline(
     pair: Pair, how: str
@@ -358,18 +274,6 @@ def test_pages_of_a_room_that_decode_gives_up_before_its_grant_are_free_long_bef
     assert pair.failed(2).cause.value == {"abort": "aborted"}.get(how, how)
     pair.drained(2)
     assert pair.prefill_event(2, RoomFailed).cause.value == "aborted"
-
-
-def test_decode_that_gives_up_a_room_which_prefill_never_opens_has_its_slots_back(pair: Pair) -> None:
-    pair.expect(1, 40)
-    pair.until(lambda: not is_leasable(pair, 1))
-    pair.decode.abort(1)
-    pair.failed(1)
-    pair.until(lambda: is_leasable(pair, 1))
-    pair.prefill.open(1, tokens=40)  # too late: its Grant was refused forever
-    pair.prefill.abort(1)
-    pair.drained(1)
-    pair.whole_arena_is_free(2)
 
 
 def test_an_abort_that_crosses_ready_leaves_the_room_to_be_released(pair: Pair) -> None:
@@ -431,25 +335,6 @@ def test_nothing_is_read_before_its_event_fires(pair: Pair) -> None:
     assert expected.holds(pair.arena)
 
 
-def test_a_cell_without_an_event_goes_behind_one_that_waits_for_its_own(pair: Pair) -> None:
-    """One event may stand for all cells that are pushed behind it, whichever decode rank they are for."""
-    pages, late = pair.pages(1, 50), Late()
-    pair.source.memory[:] = 0x11
-    pair.expect(1, 50)
-    pair.prefill.open(1, tokens=50)
-    pair.until(lambda: pair.prefill.state(1) is KVPoll.WAITING_FOR_INPUT)
-    pair.prefill.push(1, pages, rows=(0, 20), after=late)
-    pair.prefill.push(1, pages, rows=(20, 50))
-    pair.prefill.finish(1)
-    pair.until(lambda: late.asked > 20)
-    assert Expected(pair.target).holds(pair.arena)
-    pair.source.fill(np.arange(pair.source.slots))
-    late.fired = True
-    expected = Expected(pair.target)
-    landed(pair, expected, 1, pages, 50)
-    assert expected.holds(pair.arena)
-
-
 def test_slots_are_the_engines_until_the_release_event_fires(pair: Pair) -> None:
     pair.expect(1, 256)
     pair.send(1, 256)
@@ -462,24 +347,6 @@ def test_slots_are_the_engines_until_the_release_event_fires(pair: Pair) -> None
     assert pair.decode_event(2, RoomReady) is None
     swap_in.fired = True
     pair.ready(2)
-
-
-def test_an_event_that_fires_after_the_abort_writes_nothing(pair: Pair) -> None:
-    late = Late()
-    pair.expect(1, 40)
-    pair.prefill.open(1, tokens=40)
-    pair.prefill.push(1, pair.pages(1, 40), rows=(0, 40), after=late)
-    pair.prefill.abort(1)
-    pair.drained(1)
-    pair.failed(1)
-    asked = late.asked
-    late.fired = True
-    pair.whole_arena_is_free(2)  # the loop turns often meanwhile
-    assert late.asked == asked
-    pages = pair.all_pages()
-    expected = Expected(pair.target)
-    expected.land(slots_of_pages(pages, 16, 256), pair.ready(2).slots["kv"])
-    assert expected.holds(pair.arena)
 
 
 def test_an_event_that_breaks_fails_its_room(pair: Pair) -> None:
@@ -657,19 +524,6 @@ def test_misuse_that_only_the_node_sees_fails_its_room_with_the_reason_on_both_s
     pair.ready(2)
 
 
-def test_finish_waits_forevery_cell_whatever_its_own_event(pair: Pair) -> None:
-    pages, late = pair.pages(1, 40), Late()
-    pair.expect(1, 40)
-    pair.prefill.open(1, tokens=40)
-    pair.prefill.push(1, pages, rows=(0, 40), after=late)
-    pair.prefill.finish(1)
-    pair.until(lambda: late.asked > 20)
-    assert pair.decode_event(1, RoomReady) is None
-    late.fired = True
-    assert pair.ready(1).slots["kv"].size == 40
-    pair.drained(1)
-
-
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
@@ -734,21 +588,6 @@ def test_states_of_ended_rooms_are_kept_up_to_a_bound(pair: Pair, monkeypatch: p
         for room in (1, 2):
             with pytest.raises(KeyError):
                 each.state(room)
-
-
-@pytest.mark.parametrize(
-    ("differs", "words"),
-    [
-        ({"model": "n"}, ["model", "'m'", "'n'"]),
-        ({"weights": b"v"}, ["weights", b"w".hex(), b"v".hex()]),
-    ],
-)
-def test_another_model_is_refused_with_both_values(differs: dict[str, object], words: list[str]) -> None:
-    with client_pair(decode_settings=differs) as pair:
-        pair.expect(1, 40)
-        failed = pair.failed(1)
-        assert failed.cause is Cause.REFUSED
-        assert all(word in failed.detail for word in words), failed
 
 
 def test_another_layout_of_the_model_is_refused_with_both_values() -> None:
@@ -1083,31 +922,6 @@ async def test_leaving_the_context_ends_every_wait(twins: Twins) -> None:
         assert caught.value.cause is Cause.SHUTDOWN
     with pytest.raises(LocalProtocolError, match="closed"):
         decode.expect(3, tokens=40, sources=["tcp://127.0.0.1:1"])
-
-
-async def test_a_label_used_already_is_refused_and_its_room_goes_on(twins: Twins) -> None:
-    async with twins.prefill as prefill, twins.decode as decode:
-        hand = decode.expect(1, tokens=40, sources=[prefill.client.endpoint])
-        opened = prefill.open(1, tokens=40)
-        with pytest.raises(LocalProtocolError, match="used already"):
-            decode.expect(1, tokens=40, sources=[prefill.client.endpoint])
-        with pytest.raises(LocalProtocolError, match="used already"):
-            prefill.open(1, tokens=40)
-        opened.push([0, 1, 2], rows=(0, 40))
-        await opened.finish()
-        assert (await hand.ready()).room == 1
-
-
-@pytest.mark.given(limits=replace(LIMITS, window=2))
-def test_limits_that_hold_fewer_rooms_at_once_only_make_them_wait(pair: Pair) -> None:
-    for room in range(1, 13):
-        pair.expect(room, 10)
-        pair.send(room, 10)
-    for room in range(1, 13):
-        pair.ready(room)
-        pair.decode.release(room)
-        pair.drained(room)
-    pair.whole_arena_is_free(99)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -58,18 +58,6 @@ def test_a_room_lands_where_the_engine_wants_it_and_drains_at_once(pair: Pair) -
     pair.ready(2)
 
 
-def test_an_aborted_room_fails_at_once_and_drains_with_the_proof(pair: Pair) -> None:
-    slots, never = chosen(2), Late()
-    pair.expect(1, TOKENS, slots={"kv": slots})
-    pair.prefill.open(1, tokens=TOKENS)
-    pair.until(lambda: pair.prefill_event(1, RoomLeased))
-    pair.prefill.push(1, pair.pages(1, TOKENS), rows=(0, TOKENS), after=never)
-    pair.decode.abort(1)
-    assert pair.failed(1).cause is Cause.ABORTED
-    drained(pair, 1)
-    assert pair.decode.state(1) is KVPoll.FAILED
-
-
 def test_slots_are_not_given_back_while_a_write_of_their_room_is_under_way(gate: Gate, pair: Pair) -> None:
     slots = chosen(7)
     pair.expect(1, TOKENS, slots={"kv": slots})
@@ -199,14 +187,6 @@ def test_prefill_learns_of_a_room_and_its_length_before_it_is_open(pair: Pair) -
     assert pair.prefill_event(1, RoomLeased) == RoomLeased(1, TOKENS, 3)
     pair.prefill.push(1, pair.pages(1, TOKENS), rows=(0, TOKENS))
     pair.prefill.finish(1)
-    pair.ready(1)
-
-
-def test_a_room_of_unknown_length_lands_what_was_pushed_before_decode_asked(pair: Pair) -> None:
-    pair.prefill.open(1, tokens=None, grants=None)
-    pair.prefill.push(1, pair.pages(1, TOKENS), rows=(0, TOKENS))
-    pair.prefill.finish(1)
-    pair.expect(1, TOKENS, slots={"kv": chosen(7)})
     pair.ready(1)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomReady
+from pdtransfer.handoff.effects import RoomFailed, RoomReady
 from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.layout.layout import Component
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
@@ -225,23 +225,6 @@ async def test_prompts_share_blocks_of_every_component_that_has_a_row_for_each_t
         assert it.right
 
 
-async def test_a_room_waits_for_the_component_that_is_scarce_and_takes_nothing_of_the_others_meanwhile() -> None:
-    async with nodes("page_first_direct", granular=False) as it:
-        for room in range(1, REQUESTS + 1):  # every state is taken, hardly anything else
-            it.expect(room, 2)
-            it.send(room, 2, chunk=2)
-        for room in range(1, REQUESTS + 1):
-            await it.ready(room)
-        free = it.decode.core.cache.free_slots
-        it.expect(99, 300)
-        it.send(99, 300, chunk=300)
-        await until(lambda: len(it.decode.core.admission) == 1)
-        assert it.decode.core.cache.free_slots == free
-        it.decode.release(3)
-        await it.ready(99)
-        assert it.right
-
-
 async def test_a_prompt_that_one_component_can_never_hold_is_refused_with_all_that_there_is() -> None:
     async with nodes("page_first", granular=False) as it:
         it.expect(1, TOKENS + 1)
@@ -249,43 +232,3 @@ async def test_a_prompt_that_one_component_can_never_hold_is_refused_with_all_th
         assert isinstance(failed, RoomFailed)
         for part in (f"'c4': {TOKENS // 4 + 1}", f"'c4': {TOKENS // 4}", "'window': 128"):
             assert part in failed.detail
-
-
-async def test_a_row_that_was_never_offered_fails_the_room_and_names_the_bytes() -> None:
-    """The last row of C128, of three tokens only, is a row all the same."""
-    async with nodes("page_first", granular=False) as it:
-        it.expect(1, 131)
-        sent = it.place(1, 131)
-        it.prefill.open(1, tokens=131, time_left_s=100)
-        for cell in it.cells(sent, 131):
-            rows = len(cell.source_slots) - (cell.component == "c128")
-            it.prefill.push(1, Cell(cell.component, cell.first_row, cell.layers, cell.source_slots[:rows]))
-        it.prefill.finish(1, aux=b"")
-        await until(lambda: it.events_d)
-        (failed,) = it.events_d
-        assert isinstance(failed, RoomFailed)
-        whole = sum(component.bytes_of(component.rows(131)) for component in it.components)
-        assert f"{whole - 2 * 584} bytes were offered, the grant is {whole}" in failed.detail
-
-
-async def test_a_room_that_is_given_up_halfway_gives_every_component_back_and_the_next_one_lands_in_its_slots() -> None:
-    async with nodes("page_first", granular=True) as it:
-        whole = it.decode.core.cache.free_slots
-        it.expect(1, 600, growth=10)
-        sent = it.place(1, 600)
-        it.prefill.open(1, tokens=600, time_left_s=100)
-        for cell in list(it.cells(sent, 250))[:7]:
-            it.prefill.push(1, cell)
-        await until(lambda: it.events_p)  # leased: some of it is on its way, or there
-        it.decode.abort(1)
-        await until(lambda: any(isinstance(event, RoomDrained) for event in it.events_p) and it.decode.core.idle)
-        assert it.decode.core.cache.free_slots == whole
-        it.expect(2, 600, growth=10)
-        it.send(2, 600, chunk=250)
-        slots = (await it.ready(2)).slots
-        it.expected.over(it.arena.mapping.array.copy())  # what the first one has left is nobody's
-        for component in it.components:
-            pool, own = it.expected.by_name[component.name], slots[component.name][: component.rows(600)]
-            for kind, layer, head in pool.model.rows():
-                right = it.source.by_name[component.name].read(kind, layer, head, it.sent[2].slots[component.name])
-                assert (pool.read(kind, layer, head, own) == right).all()

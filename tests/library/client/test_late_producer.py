@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import Cause
-from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomReady
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed
 from tests.support.client_pair import Expected, Late, Pair, slots_of_pages
 from tests.support.late_producer import STALE, landed, layer_bytes
 from tests.support.layout_tensors import CANARY, mla
@@ -35,35 +35,6 @@ def test_each_layer_leaves_with_its_event_and_none_of_its_bytes_before(pair: Pai
     ready = pair.ready(1)
     expected = Expected(pair.target)
     expected.land(slots_of_pages(pages, 16, 200), ready.slots["kv"])
-    assert expected.holds(pair.arena)
-
-
-@pytest.mark.given(model=mla(layers=range(2)))
-def test_chunks_and_layers_together_wait_each_for_its_own_event(pair: Pair) -> None:
-    """Two chunks of two layers, all of it stale until its event: the order is the engine's."""
-    right, pool = pair.source.memory.copy(), pair.source.memory
-    pool[:] = STALE
-    pages = pair.pages(2, 150)
-    slots = slots_of_pages(pages, 16, 150)
-    cells = [(rows, layer) for rows in ((0, 64), (64, 150)) for layer in range(2)]
-    events = [Late() for _ in cells]
-    pair.expect(2, 150)
-    pair.prefill.open(2, tokens=150)
-    for (rows, layer), event in zip(cells, events, strict=True):
-        pair.prefill.push(2, pages, rows=rows, layers=(layer, layer + 1), after=event)
-    pair.prefill.finish(2)
-    for (rows, layer), event in zip(cells, events, strict=True):
-        layout = pair.source.layout
-        places = layout.address(layer, slots[slice(*rows)])[:, None] + np.arange(1_152)
-        assert layout.planes[layer].layer == layer
-        pool[places] = right[places]
-        event.fired = True
-        asked = event.asked
-        pair.until(lambda event=event, asked=asked: event.asked > asked)
-    ready = pair.ready(2)
-    assert isinstance(ready, RoomReady)
-    expected = Expected(pair.target)
-    expected.land(slots, ready.slots["kv"])
     assert expected.holds(pair.arena)
 
 

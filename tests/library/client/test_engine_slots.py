@@ -303,8 +303,9 @@ def test_clients_may_be_closed_while_the_interpreter_exits() -> None:
 
 
 UNREACHABLE = """
-from tests.support.client_pair import client_pair
-with client_pair() as pair:
+from dataclasses import replace
+from tests.support.client_pair import LIMITS, client_pair
+with client_pair(limits=replace(LIMITS, slow_ms=300, silence_ms=300)) as pair:
     pair.decode.expect(1, tokens=10, sources=["tcp://127.0.0.1:1"], time_left_s=600)
     print(__debug__, pair.failed(1).cause.value)
 """

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,12 @@ class Writer:
             [sys.executable, "-m", "tests.support.staged_writer", node], cwd=REPO,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+
+    @cached_property
+    def endpoint(self) -> str:
+        """Once it listens: another may be started meanwhile."""
         assert self.process.stdout is not None
-        self.endpoint = self.process.stdout.readline().strip()
+        return self.process.stdout.readline().strip()
 
     def send(self, room: int, tokens: int) -> None:
         assert self.process.stdin is not None

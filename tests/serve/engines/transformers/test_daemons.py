@@ -19,6 +19,7 @@ from tests.support import checkpoints
 from tests.support.fleets import Answer, Site, running
 from tests.support.waiting import Running, standing
 
+pytestmark = pytest.mark.slow  # whole processes
 TOKENS = 12
 BLOCK = Limits().prefix_block_tokens
 OPTIONS = ("threads=1", "digests=true")

@@ -356,7 +356,7 @@ def tables(result: Result) -> list[list[list[str]]]:
             for way, split in point.splits.items():
                 times = [split.ttft_s, *(getattr(split, f"{part}_s") for part in parts), split.tail_s]
                 cells = [*(f"{1e3 * seconds:,.3f}" for seconds in times), str(split.writes)]
-                if not split.writes:  # nothing crossed
+                if not split.writes:  # nothing was transferred
                     cells = ["", *cells[1:3], "", "", "", "", ""]
                 name = f"{series.attention} {point.tokens:,}"
                 splits.append([name, way, *cells, f"{point.tokens / split.compute_s:,.0f}"])

@@ -12,7 +12,7 @@ Rates = tuple[tuple[float, float], tuple[float, float]]
 """GB/s of two GPUs, each alone, and at once."""
 
 # What others have published of transfers between hosts, over networks of up to 200 GB/s with all GPUs of a node, and
-# larger models. Here rows cross within one host, from one GPU at most: shares compare in kind, not in size, and how
+# larger models. Here rows are sent within one host, from one GPU at most: shares compare in kind, not in size, and how
 # much pipelining saves depends on how long the transfer is beside the computing.
 PUBLISHED = (
     (

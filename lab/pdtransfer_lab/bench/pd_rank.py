@@ -141,7 +141,7 @@ def roof(on: int | None, source: int, byte_counts: Sequence[int], repeats: int) 
             stack.callback(arena.close)
             arena.prefault()
 
-            def crossed(byte_count: int) -> float:
+            def copy_s(byte_count: int) -> float:
                 start = time.perf_counter()
                 ctypes.memmove(arena.mapping.address, source, byte_count)
                 return time.perf_counter() - start
@@ -150,7 +150,7 @@ def roof(on: int | None, source: int, byte_counts: Sequence[int], repeats: int) 
             target, stream = stack.enter_context(registered(gpu, max(byte_counts))), gpu.stream()
             start, end = (gpu.call("cuEventCreate", 0) for _ in range(2))
 
-            def crossed(byte_count: int) -> float:
+            def copy_s(byte_count: int) -> float:
                 gpu.record(start, stream)
                 for offset in range(0, byte_count, _DMA_BYTES):
                     gpu.copy(target + offset, source + offset, min(_DMA_BYTES, byte_count - offset), stream)
@@ -159,8 +159,8 @@ def roof(on: int | None, source: int, byte_counts: Sequence[int], repeats: int) 
                 return float(gpu.call("cuEventElapsedTime", start, end)) / 1e3
 
         for each in byte_counts:
-            crossed(each)  # what only the first copy waits for
-        return [median(crossed(byte_count) for _ in range(repeats)) for byte_count in byte_counts]
+            copy_s(each)  # what only the first copy waits for
+        return [median(copy_s(byte_count) for _ in range(repeats)) for byte_count in byte_counts]
 
 
 class _Side(PipeProcess):

@@ -61,7 +61,7 @@ class LinkLoad:
     total: int = 0
 
     def add(self, byte_count: int, now: float) -> None:
-        """These bytes ended to cross now."""
+        """The transfer of these bytes ended now."""
         if int(now) != self.second:
             self.second, self.in_second = int(now), 0
         self.in_second += byte_count
@@ -255,7 +255,7 @@ class FleetModel:
             decode.rooms -= 1
             decode.admission.withdraw(request.room)
             decode.queued.pop(request.room, None)
-            if not request.crossing:  # else pages and slots are written until it has landed
+            if not request.in_transfer:  # else pages and slots are written until it has landed
                 self._give_up(request)
             self._compute(prefill)
             self._lease(decode)
@@ -295,7 +295,7 @@ class FleetModel:
     # The way
 
     def _transfer(self, request: ModelledRequest) -> None:
-        """What is left to cross once the prompt is computed and slots are leased; a link carries one room at a time."""
+        """Sends what is left once the prompt is computed and slots are leased; a link carries one room at a time."""
         if request.computed_s < 0 or request.granted_s < 0:
             return
         assert request.holding is not None
@@ -309,7 +309,7 @@ class FleetModel:
         begins_s = max(self._now, prefill.link_free_s, decode.link_free_s)
         lands_s = begins_s + left / rate
         prefill.link_free_s = decode.link_free_s = lands_s
-        request.crossing = True
+        request.in_transfer = True
         self.load.exposed_s += lands_s - self._now
         for peer in (prefill.peer, decode.peer):
             self.load.links[peer].add(byte_count, lands_s)

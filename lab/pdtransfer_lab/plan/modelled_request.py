@@ -29,7 +29,7 @@ class ModelledRequest:
     compute_begins_s: float = -1.0
     computed_s: float = -1.0
     granted_s: float = -1.0
-    crossing: bool = False  # what is left of its bytes is on the way, or has landed
+    in_transfer: bool = False  # what is left of its bytes is on the way, or has landed
     landed: bool = False
     holding: Holding | None = None
     first_token_s: float = -1.0

@@ -12,7 +12,7 @@ import numpy as np
 
 from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish
+from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, Finish
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
@@ -190,11 +190,12 @@ class World:
         self.perform(self.routing.start(self.now))
 
     def submit(self, wanted: CompletionRequest) -> int | AnswerFailedError:
-        taken = self.routing.submit(wanted, self.now)
-        if isinstance(taken, Accepted):
-            self.requests[taken.request] = wanted
-            self.perform(taken.effects)
-            return taken.request
+        try:
+            taken, effects = self.routing.submit(wanted, self.now)
+        except AnswerFailedError as refused:
+            return refused
+        self.requests[taken] = wanted
+        self.perform(effects)
         return taken
 
     def perform(self, effects: list) -> None:

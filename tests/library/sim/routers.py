@@ -8,7 +8,7 @@ import numpy as np
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.peers import Send
-from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish, RoutingEffect
+from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, Finish, RoutingEffect
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
@@ -95,13 +95,13 @@ class RouterNode(Process):
         resumed = client.number % 3 == 0
         sampling = Sampling(client.max_tokens, temperature=1.0)  # each room has to know what was generated before it
         request = CompletionRequest(prompt=client.prompt, sampling=sampling, enable_resume=resumed)
-        taken = self.core.submit(request, self.clock)
-        if isinstance(taken, AnswerFailedError):
-            client.over(f"refused {taken.cause.value}")
+        try:
+            taken, effects = self.core.submit(request, self.clock)
+        except AnswerFailedError as refused:
+            client.over(f"refused {refused.cause.value}")
             return
-        assert isinstance(taken, Accepted)
-        self.clients[taken.request], self.labels[client] = client, taken.request
-        self.perform(taken.effects)
+        self.clients[taken], self.labels[client] = client, taken
+        self.perform(effects)
 
     def leave(self, client: Client) -> None:
         if not client.end and client in self.labels:

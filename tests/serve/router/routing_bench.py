@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.backends.daemons.router_effects import Accepted
 from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
 from pdtransfer.wire import Load, Ping, Pong, Welcome
@@ -39,9 +38,13 @@ class Bench:
         self.effects = [effect for message in messages for effect in self.routing.receive(peer, message, self.now)]
         return self.effects
 
-    def submit(self, *args, **more) -> Accepted | AnswerFailedError:
-        taken = self.routing.submit(request(*args, **more), self.now)
-        self.effects = taken.effects if isinstance(taken, Accepted) else []
+    def submit(self, *args, **more) -> int | AnswerFailedError:
+        """The request's id, or why it is not taken."""
+        self.effects = []
+        try:
+            taken, self.effects = self.routing.submit(request(*args, **more), self.now)
+        except AnswerFailedError as error:
+            return error
         return taken
 
     def wait(self, seconds: float, *, silent: str = "") -> list:

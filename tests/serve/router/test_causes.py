@@ -12,7 +12,7 @@ from pdtransfer.errors import Cause
 from pdtransfer.handoff.liveness import NAME_TAKEN, Liveness
 from pdtransfer.handoff.peers import Send
 from pdtransfer.serve.router.backends.daemons import worker_pool
-from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Fail, WorkerChanged
+from pdtransfer.serve.router.backends.daemons.router_effects import Fail, WorkerChanged
 from pdtransfer.serve.router.backends.daemons.workers import Worker, obstacle
 from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
 from pdtransfer.wire import Begin, Goodbye, Hello, Reject, Unusable, Welcome
@@ -41,7 +41,7 @@ def test_a_pair_that_decode_reports_as_unusable_gets_no_request_and_is_not_ready
     bench.receive(D, LOAD)
     assert list(bench.routing.workers.models()) == ["m"]
     assert whys(bench) == {P: "", D: ""}
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
 
 
 def test_a_prefill_that_has_come_back_has_its_time_to_be_found_by_decode(bench: Bench) -> None:
@@ -49,7 +49,7 @@ def test_a_prefill_that_has_come_back_has_its_time_to_be_found_by_decode(bench: 
     bench.welcome(P, incarnation=2)
     bench.receive(D, REFUSED)
     bench.receive(P, LOAD)  # ready at last
-    assert isinstance(bench.submit(), Accepted), "its room waits for the session"
+    assert isinstance(bench.submit(), int), "its room waits for the session"
     bench.wait(FOUND_S)
     assert isinstance(bench.submit(), AnswerFailedError)
 
@@ -60,8 +60,7 @@ def test_requests_go_to_the_pairs_that_are_left() -> None:
     )
     bench.wait(FOUND_S)
     for _ in range(4):
-        accepted = bench.submit()
-        assert isinstance(accepted, Accepted)
+        assert isinstance(bench.submit(), int)
         begun = {e.peer for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Begin)}
         assert P not in begun
         assert P2 in begun
@@ -104,7 +103,7 @@ def test_the_second_worker_of_a_name_is_refused_both_are_notified_and_the_first_
     assert [e for e in bench.effects if isinstance(e, WorkerChanged)] == [WorkerChanged(D2, text)]
     assert whys(bench) == {P: "", D: "", D2: text}
     assert not bench.routing.workers.by_peer[D2].usable
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
     bench.receive(D2, Welcome(1, identity("d0", "decode", 2)))
     assert [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Reject)] == [], "told once"
     bench.receive(D, Goodbye(1, "shutdown"))
@@ -125,7 +124,7 @@ def test_a_second_name_of_a_worker_gets_no_rooms_costs_the_first_nothing_and_tak
     assert [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Reject)] == []
     assert [e for e in bench.effects if isinstance(e, WorkerChanged)] == [WorkerChanged(P2, text, orderly=True)]
     assert whys(bench) == {P: "", P2: text, D: ""}
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
     assert {e.peer for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Begin)} == {P, D}
     bench.receive(P, Goodbye(1, "shutdown"))
     bench.receive(P2, same)
@@ -135,7 +134,7 @@ def test_a_second_name_of_a_worker_gets_no_rooms_costs_the_first_nothing_and_tak
 
 @pytest.mark.parametrize("reason", ["superseded", "taken", "full", "refused"])
 def test_what_a_worker_refuses_its_router_is_no_fault_of_the_request(bench: Bench, reason: str) -> None:
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
     bench.receive(D, Reject(0, reason, ("why",)))
     (failed,) = [e for e in bench.effects if isinstance(e, Fail)]
     assert failed.cause is Cause.PEER_LOST

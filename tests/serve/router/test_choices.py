@@ -179,8 +179,9 @@ async def test_a_room_that_cannot_begin_takes_the_others_with_it(site: Site, mon
 
     def refusing(request, now):
         calls.append(request)
-        full = AnswerFailedError("full", Cause.FULL, retry_ms=1_000)
-        return full if len(calls) == 3 else submit(request, now)
+        if len(calls) == 3:
+            raise AnswerFailedError("full", Cause.FULL, retry_ms=1_000)
+        return submit(request, now)
 
     monkeypatch.setattr(site.backend.routing, "submit", refusing)
     status, content, response = await site.post(prompt="abc", n=4, max_tokens=2)

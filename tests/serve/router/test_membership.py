@@ -18,7 +18,6 @@ from pdtransfer.limits import Limits
 from pdtransfer.serve.commands.cli import main
 from pdtransfer.serve.router.backends.daemons.backend import Daemons
 from pdtransfer.serve.router.backends.daemons.router_effects import (
-    Accepted,
     Emit,
     Finish,
     WorkerChanged,
@@ -66,9 +65,8 @@ class Fleet:
 
     def begin(self) -> tuple[int, str]:
         """A request's room, and the decode worker that it was sent to."""
-        taken = self.routing.submit(request(max_tokens=2), self.now)
-        assert isinstance(taken, Accepted)
-        begun = [(effect.peer, effect.message) for effect in taken.effects if isinstance(effect, Send)]
+        _, effects = self.routing.submit(request(max_tokens=2), self.now)
+        begun = [(effect.peer, effect.message) for effect in effects if isinstance(effect, Send)]
         ((peer, message),) = [(to, it) for to, it in begun if isinstance(it, Begin) and to != P]
         return message.room, peer
 
@@ -151,7 +149,8 @@ def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once(fleet: Fleet) -> N
     assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Hello)]
     assert not fleet.routing.workers.models()
     assert room not in {room.id for room in fleet.routing.rooms if room.is_open}
-    assert isinstance(fleet.routing.submit(request(), fleet.now), AnswerFailedError)
+    with pytest.raises(AnswerFailedError):
+        fleet.routing.submit(request(), fleet.now)
 
 
 def test_a_worker_that_is_added_is_greeted_and_gets_rooms(fleet: Fleet) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdtransfer.errors import Cause
-from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Fail, Finish, Retry
+from pdtransfer.serve.router.backends.daemons.router_effects import Fail, Finish, Retry
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.wire import Begin, Cancel, Ended, Load, Sampling, Tokens, pack_ids
 from pdtransfer.wire import End as RoomEnd
@@ -28,9 +28,8 @@ def bench(load: Load = ABLE, *, decode: tuple[str, ...] = (D,)) -> Bench:
 
 def ask(on: Bench, ids: list[int], **more: object) -> dict[str, Begin]:
     """The Begins of a request, by worker."""
-    taken = on.routing.submit(CompletionRequest(prompt=pack_ids(ids), sampling=Sampling(8), **more), on.now)
-    assert isinstance(taken, Accepted)
-    on.effects = taken.effects
+    wanted = CompletionRequest(prompt=pack_ids(ids), sampling=Sampling(8), **more)
+    _, on.effects = on.routing.submit(wanted, on.now)
     return begins(on)
 
 

@@ -11,7 +11,6 @@ from pdtransfer.errors import Cause, RemoteProtocolError
 from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import AHEAD_PING, TOKENS_MAX, Limits
 from pdtransfer.serve.router.backends.daemons.router_effects import (
-    Accepted,
     Emit,
     Fail,
     Finish,
@@ -296,18 +295,18 @@ def test_no_ready_worker_is_503_and_all_full_is_429() -> None:
     refused = bench.submit()
     assert (refused.cause, refused.retry_ms > 0) == (Cause.FULL, True)
     bench.receive(D, LOAD)
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
 
 
 def test_rooms_wait_for_slots_while_the_queue_is_short() -> None:
     bench = Bench(loads={D: replace_load(slots_free=0, rooms_queued=3)})
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
 
 
 def test_too_many_rooms_is_429() -> None:
     bench = Bench(limits=replace(LIMITS, rooms_max=2))
-    assert isinstance(bench.submit(), Accepted)
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
+    assert isinstance(bench.submit(), int)
     assert bench.submit().cause is Cause.FULL
 
 
@@ -321,7 +320,7 @@ def test_draining_workers_get_no_rooms() -> None:
 
 def test_no_room_is_0_which_names_none_on_the_wire(bench: Bench) -> None:
     bench.routing._mint = iter((0, 7)).__next__
-    assert bench.submit().request == 7
+    assert bench.submit() == 7
 
 
 def test_a_pair_has_one_model_and_equal_weights(bench: Bench) -> None:
@@ -334,7 +333,7 @@ def test_a_pair_has_one_model_and_equal_weights(bench: Bench) -> None:
     bench.welcome(D, 3, weights=b"w")
     bench.receive(D, LOAD)
     assert bench.submit(model="another").cause is Cause.PEER_LOST
-    assert isinstance(bench.submit(model="m"), Accepted)
+    assert isinstance(bench.submit(model="m"), int)
 
 
 def test_a_model_is_as_long_as_the_longest_pair_that_serves_it() -> None:
@@ -393,7 +392,7 @@ def test_hisparse_goes_to_a_decode_that_supports_it() -> None:
 
 def test_hisparse_without_a_capable_decode_is_decoded_densely() -> None:
     bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=10)})
-    assert isinstance(bench.submit(enable_hisparse=True), Accepted)
+    assert isinstance(bench.submit(enable_hisparse=True), int)
     (begin,) = bench.sent(Begin, D)
     assert not begin.enable_hisparse
     assert [each.enable_hisparse for each in bench.sent(Begin, P)] == [False], "both legs are of one kind"
@@ -403,7 +402,7 @@ def test_hisparse_waits_for_capable_decodes_while_they_are_full() -> None:
     bench = Bench(decode=(D, D2))
     bench.receive(D2, replace_load(enable_hisparse=True, rooms_queued=bench.routing._limits.queue_max))
     assert bench.submit(enable_hisparse=True).cause is Cause.FULL
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
 
 
 def test_a_decode_that_is_full_for_hisparse_accepts_dense_rooms(bench: Bench) -> None:
@@ -412,7 +411,7 @@ def test_a_decode_that_is_full_for_hisparse_accepts_dense_rooms(bench: Bench) ->
     (begin,) = bench.sent(Begin, D)
     bench.receive(D, End(begin.room, "full", "hisparse_queue_max", 0, retry_ms=60_000))
     assert bench.submit(enable_hisparse=True).cause is Cause.FULL
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
 
 
 def test_hisparse_refused_by_the_only_capable_decode_is_retried_densely() -> None:
@@ -445,7 +444,7 @@ def finish(bench: Bench, room: int, *, tokens: int = 1) -> list:
 
 
 def test_begin_repeats_until_begun(bench: Bench) -> None:
-    room = bench.submit().request
+    room = bench.submit()
     bench.receive(P, Begun(room))
     bench.wait(0.6)
     assert len(bench.sent(Begin, D)) >= 3
@@ -455,7 +454,7 @@ def test_begin_repeats_until_begun(bench: Bench) -> None:
 
 
 def test_repeated_overlapping_and_late_tokens_are_emitted_once_in_order(bench: Bench) -> None:
-    room = bench.submit(max_tokens=9).request
+    room = bench.submit(max_tokens=9)
     assert bench.receive(D, Tokens(room, 2, pack_ids([2, 3]))) == [Send(D, TokensAcked(room, 0))]
     assert bench.receive(D, Tokens(room, 0, pack_ids([0, 1]))) == [Emit(room, [0, 1]), Send(D, TokensAcked(room, 2))]
     assert bench.receive(D, Tokens(room, 0, pack_ids([0, 1]))) == [Send(D, TokensAcked(room, 2))]
@@ -463,7 +462,7 @@ def test_repeated_overlapping_and_late_tokens_are_emitted_once_in_order(bench: B
 
 
 def test_end_that_overtakes_its_tokens_waits_for_them(bench: Bench) -> None:
-    room = bench.submit(max_tokens=3).request
+    room = bench.submit(max_tokens=3)
     bench.receive(P, End(room, "done", "", 0, kv_bytes=11))
     assert bench.sent(Ended) == [Ended(room)]
     last = End(room, "length", "", 3, tokens_digest=b"t")
@@ -475,7 +474,7 @@ def test_end_that_overtakes_its_tokens_waits_for_them(bench: Bench) -> None:
 
 
 def test_an_end_that_repeats_while_the_other_worker_goes_on_is_answered_again(bench: Bench) -> None:
-    room = bench.submit().request
+    room = bench.submit()
     for _ in range(2):
         assert bench.receive(P, End(room, "done", "", 0)) == [Send(P, Ended(room))]
 
@@ -488,7 +487,7 @@ def test_messages_about_unknown_rooms_are_answered_so_that_the_worker_stops(benc
 
 def test_another_workers_room_and_another_kind_are_breaches() -> None:
     bench = Bench(decode=(D, D2))
-    room = bench.submit().request
+    room = bench.submit()
     with pytest.raises(RemoteProtocolError, match=r"room: .* is not on"):
         bench.receive(D2, End(room, "stop", "", 0))
     with pytest.raises(RemoteProtocolError, match=r"Tokens\.room"):
@@ -502,7 +501,7 @@ def test_another_workers_room_and_another_kind_are_breaches() -> None:
 
 
 def test_more_tokens_than_requested_fail_the_room(bench: Bench) -> None:
-    room = bench.submit(max_tokens=2).request
+    room = bench.submit(max_tokens=2)
     bench.receive(D, Tokens(room, 0, pack_ids([1])), Tokens(room, 1, pack_ids([2, 3])))
     (failed,) = bench.of(Fail)
     assert failed.cause is Cause.BREACH
@@ -510,7 +509,7 @@ def test_more_tokens_than_requested_fail_the_room(bench: Bench) -> None:
 
 
 def test_an_end_with_another_token_count_fails_the_room(bench: Bench) -> None:
-    room = bench.submit(max_tokens=5).request
+    room = bench.submit(max_tokens=5)
     bench.receive(D, Tokens(room, 0, pack_ids([1, 2])), End(room, "stop", "", 1))
     assert bench.of(Fail)[0].cause is Cause.BREACH
 
@@ -544,7 +543,7 @@ def test_a_prefill_that_decode_made_abort_leaves_the_cause_to_decode() -> None:
 
 
 def test_a_prefill_that_fails_after_the_first_token_changes_nothing(bench: Bench) -> None:
-    room = bench.submit(max_tokens=2).request
+    room = bench.submit(max_tokens=2)
     bench.receive(D, Tokens(room, 0, pack_ids([1])))
     assert bench.receive(P, Goodbye(1, "shutdown"))
     assert not bench.of(Fail)
@@ -554,7 +553,7 @@ def test_a_prefill_that_fails_after_the_first_token_changes_nothing(bench: Bench
 
 
 def test_what_a_worker_reported_before_a_stop_is_no_part_of_the_answer(bench: Bench) -> None:
-    room = bench.submit().request
+    room = bench.submit()
     bench.receive(P, End(room, "done", "", 0, kv_bytes=11))
     bench.receive(D, Tokens(room, 0, pack_ids([1])))
     (finish,) = [effect for effect in bench.routing.stop(room, bench.now) if isinstance(effect, Finish)]
@@ -562,7 +561,7 @@ def test_what_a_worker_reported_before_a_stop_is_no_part_of_the_answer(bench: Be
 
 
 def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_workers(bench: Bench) -> None:
-    room = bench.submit().request
+    room = bench.submit()
     bench.receive(D, Tokens(room, 0, pack_ids([1, 2])))
     stopped = bench.routing.stop(room, bench.now)
     assert [each for each in stopped if isinstance(each, Finish)] == [
@@ -581,7 +580,7 @@ def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_wo
 
 
 def test_a_room_that_ended_as_it_was_stopped_counts_once(bench: Bench) -> None:
-    room = bench.submit(max_tokens=2).request
+    room = bench.submit(max_tokens=2)
     bench.receive(D, End(room, "length", "", 2))  # overtakes its tokens
     bench.receive(D, Tokens(room, 0, pack_ids([1])))
     assert [type(each) for each in bench.routing.stop(room, bench.now)].count(Finish) == 1
@@ -598,9 +597,7 @@ def scored_request() -> CompletionRequest:
 
 def test_logprobs_are_emitted_with_the_ids_that_are_new() -> None:
     bench, rows = Bench(), [Logprobs(-float(index), ((index, -0.5),)).pack() for index in range(4)]
-    accepted = bench.routing.submit(scored_request(), bench.now)
-    assert isinstance(accepted, Accepted)
-    room = accepted.request
+    room, _ = bench.routing.submit(scored_request(), bench.now)
     bench.receive(D, Tokens(room, 0, pack_ids([5, 6]), rows[0] + rows[1]))
     assert bench.of(Emit) == [Emit(room, [5, 6], rows[0] + rows[1])]
     bench.receive(D, Tokens(room, 1, pack_ids([6, 7, 8]), b"".join(rows[1:])))
@@ -609,10 +606,9 @@ def test_logprobs_are_emitted_with_the_ids_that_are_new() -> None:
 
 @pytest.mark.parametrize("logprobs", [b"", b"123", Logprobs(0.5, ((1, -1.0),)).pack(), Logprobs(-0.5).pack()])
 def test_wrong_logprobs_fail_their_room_alone(bench: Bench, logprobs: bytes) -> None:
-    accepted = bench.routing.submit(scored_request(), bench.now)
-    assert isinstance(accepted, Accepted)
-    other = bench.submit().request
-    bench.receive(D, Tokens(accepted.request, 0, pack_ids([5]), logprobs))
+    room, _ = bench.routing.submit(scored_request(), bench.now)
+    other = bench.submit()
+    bench.receive(D, Tokens(room, 0, pack_ids([5]), logprobs))
     # It is tried once more, and fails then.
     (again,) = {each.room for each in bench.sent(Begin)}
     bench.receive(D, Tokens(again, 0, pack_ids([5]), logprobs))
@@ -669,7 +665,7 @@ def test_a_second_failure_is_final() -> None:
 
 def test_a_streamed_room_is_not_retried() -> None:
     bench = Bench(decode=(D, D2))
-    room = bench.submit().request
+    room = bench.submit()
     bench.receive(D, Tokens(room, 0, pack_ids([1])), End(room, "engine", "", 1))
     assert not bench.sent(Begin)
     assert bench.of(Fail)[0].cause is Cause.ENGINE
@@ -686,7 +682,7 @@ def test_a_full_worker_is_avoided_for_its_retry_time() -> None:
     refused = bench.submit()
     assert (refused.cause, 800 < refused.retry_ms <= 901) == (Cause.FULL, True), "the first to have room again"
     bench.wait(1.0)
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
     assert not bench.sent(Begin, D)
 
 
@@ -698,7 +694,7 @@ def test_a_request_refused_by_its_only_worker_is_not_retried(bench: Bench) -> No
 
 
 def test_cancel_ends_the_request_without_a_retry(bench: Bench) -> None:
-    room = bench.submit().request
+    room = bench.submit()
     bench.effects = bench.routing.cancel(room, bench.now)
     assert {each.peer for each in bench.of(Send)} == {P, D}
     assert bench.sent(Cancel) == [Cancel(room, "aborted")] * 2
@@ -708,7 +704,7 @@ def test_cancel_ends_the_request_without_a_retry(bench: Bench) -> None:
 
 
 def test_a_room_without_progress_ends_at_its_deadline_and_is_forgotten_at_the_next(bench: Bench) -> None:
-    room = bench.submit().request
+    room = bench.submit()
     bench.receive(P, Begun(room))
     bench.wait(5)
     bench.receive(D, Tokens(room, 0, pack_ids([1])))
@@ -761,7 +757,7 @@ def test_hello_repeats_until_welcome() -> None:
 
 
 def test_a_silent_worker_is_lost_with_its_rooms_and_sent_hello_again(bench: Bench) -> None:
-    room = bench.submit().request
+    room = bench.submit()
     bench.receive(D, Tokens(room, 0, pack_ids([1])))
     bench.silence(LIMITS.silence_ms / 1e3 + 0.3)
     (failed,) = bench.of(Fail)
@@ -771,7 +767,7 @@ def test_a_silent_worker_is_lost_with_its_rooms_and_sent_hello_again(bench: Benc
     for peer in (P, D):
         bench.welcome(peer)
         bench.receive(peer, LOAD)
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
 
 
 def test_a_restarted_worker_is_detected_by_its_pong() -> None:

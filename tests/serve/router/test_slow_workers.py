@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, WorkerChanged
+from pdtransfer.serve.router.backends.daemons.router_effects import WorkerChanged
 from pdtransfer.wire import Begin, Pong
 from tests.serve.router.routing_bench import P2, Bench, D, P
 
@@ -12,7 +12,7 @@ SLOW_S = LIMITS.slow_ms / 1e3 + LIMITS.ping_ms / 1e3
 
 
 def prefill_of(bench: Bench) -> str:
-    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), int)
     return next(effect.peer for effect in bench.effects if isinstance(effect.message, Begin) and effect.peer != D)
 
 

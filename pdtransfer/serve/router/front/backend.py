@@ -71,15 +71,6 @@ class Paths:
         return f"{', '.join(named[:-1])} and {named[-1]}"
 
 
-@dataclass(frozen=True, slots=True)
-class BackendState:
-    """What the status document has about a backend as a whole."""
-
-    models: list[str]
-    rooms: dict[str, int]  # by what their clients wait for
-    retries: int
-
-
 Asked = TypeVar("Asked", bound=GenerationRequest)
 
 
@@ -140,4 +131,6 @@ class Backend(WorkerSite, Protocol[Asked]):
         """Details for /health."""
         ...
 
-    def state(self) -> BackendState: ...
+    def state(self) -> dict[str, Any]:
+        """Its fields of RouterStatus: the models, rooms by what their clients wait for, and retries."""
+        ...

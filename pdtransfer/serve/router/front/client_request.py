@@ -6,7 +6,8 @@ import secrets
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ....errors import Cause
 from ....limits import NAME_LENGTH_MAX
@@ -90,46 +91,42 @@ class ClientRequest:
             cause = _CAUSES.get(status, Cause.ENGINE if status >= 500 else Cause.REFUSED)
         self.status, self.cause, self.detail = status, cause, detail
 
+    def record(self, **more: Any) -> EndedRequest:
+        """The record of one of its rooms: what a room has of its request, and `more`."""
+        return EndedRequest(
+            scope="room", role="router", node=self.node, request_id=self.request_id, trace=self.trace,
+            model=self.model, path=self.path, stream=self.stream, ended_unix_s=time.time(), **more,
+        )  # fmt: skip
+
     def ended(self) -> EndedRequest:
         """Returns the record of the whole request. Parts of its time are those of the room that ended last."""
         total_s = time.monotonic() - self.began_s
         first_s = None if self.first_s is None else self.first_s - self.began_s
-        last = self.ended_rooms[-1] if self.ended_rooms else None
+        rooms = self.ended_rooms
+        tokens = None if not rooms and self.decode else sum(room.tokens or 0 for room in rooms)
+        kv_bytes = sum(room.kv_bytes or 0 for room in rooms) if rooms else self.kv_bytes
         # A room that went on with an answer may have found tokens of it cached.
-        cached = [None if room.resumptions else room.cached_tokens for room in self.ended_rooms if not room.retried]
-        return EndedRequest(
+        cached = [None if room.resumptions else room.cached_tokens for room in rooms if not room.retried]
+        return replace(
+            rooms[-1] if rooms else self.record(prefill=self.prefill, decode=self.decode),
             scope="request",
-            role="router",
-            node=self.node,
             rooms=tuple(self.rooms),
-            request_id=self.request_id,
-            trace=self.trace,
             parent_span=self.parent_span,
             key_name=self.key_name,
-            prefill=self.prefill if last is None else last.prefill,
-            decode=self.decode if last is None else last.decode,
-            model=self.model,
-            path=self.path,
             prompt_tokens=self.prompt_tokens,
-            cached_tokens=None if None in cached or not cached else sum(tokens or 0 for tokens in cached),
-            tokens=None if last is None and self.decode else sum(room.tokens or 0 for room in self.ended_rooms),
-            kv_bytes=sum(room.kv_bytes or 0 for room in self.ended_rooms) if self.ended_rooms else self.kv_bytes,
-            reason=last.reason if last is not None and self.cause is None else "",
+            cached_tokens=None if None in cached or not cached else sum(count or 0 for count in cached),
+            tokens=tokens,
+            kv_bytes=kv_bytes,
+            reason=rooms[-1].reason if rooms and self.cause is None else "",
             cause=self.cause,
             status=self.status,
             detail=self.detail or ("decode computed the prompt: its KV was not received" if self.kv_lost else ""),
             retried=self.retried,
             resumptions=self.resumptions,
-            stream=self.stream,
             enable_hisparse=self.enable_hisparse,
             ended_unix_s=time.time(),
             total_s=total_s,
-            queue_s=None if last is None else last.queue_s,
-            prefill_s=None if last is None else last.prefill_s,
-            transfer_s=None if last is None else last.transfer_s,
-            admission_s=None if last is None else last.admission_s,
             first_token_s=first_s,
-            copy_s=None if last is None else last.copy_s,
             spans=spans_of(self.rooms[-1] if self.rooms else 0, first_s, total_s),
         )
 

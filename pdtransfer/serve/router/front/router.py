@@ -96,7 +96,7 @@ class Router:
         return Health(self._ready, {**router, **self.backend.health()})
 
     def _fleet_status(self) -> FleetStatus:
-        config, recent, backend = self._config, self.recent, self.backend.state()
+        config, recent = self._config, self.recent
         workers = self.backend.workers_status()
         router = RouterStatus(
             node=config.node,
@@ -106,13 +106,11 @@ class Router:
             draining=self.open_requests.draining,
             overloaded=self.delay.overloaded,
             uptime_s=recent.uptime_s,
-            models=backend.models,
             requests_open=self.open_requests.count,
             requests_s=recent.requests_s,
-            rooms=backend.rooms,
-            retries=backend.retries,
             answers=dict(recent.answers),
             first_token_ms=recent.first_token_ms(),
+            **self.backend.state(),
         )
         failures = list(recent.failures)
         return FleetStatus(

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from pdtransfer.errors import RemoteProtocolError
-from pdtransfer.serve.router.backends.servers.prompt_logprobs import asked, joined
+from pdtransfer.serve.router.backends.servers.sglang import asks_for_logprobs, with_logprobs
 from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import ServerSite
@@ -42,7 +42,7 @@ def fields(**body: Any) -> dict[str, msgspec.Raw]:
 
 
 def joined_json(prefill: object, decode: object) -> object:
-    return json.loads(joined(json.dumps(prefill).encode(), json.dumps(decode).encode()))
+    return json.loads(with_logprobs(json.dumps(prefill).encode(), json.dumps(decode).encode()))
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,15 @@ def joined_json(prefill: object, decode: object) -> object:
 )
 def test_a_request_asks_for_its_prompts_logprobs_as_sglang_reads_it(body: dict, is_asked: bool) -> None:
     path = "/generate" if "return_logprob" in body else "/v1/completions"
-    assert asked(path, fields(**body)) is is_asked
+    assert asks_for_logprobs(path, fields(**body)) is is_asked
     for elsewhere in {"/generate", "/v1/completions", "/v1/chat/completions"} - {path}:
-        assert not asked(elsewhere, fields(**(body | {"stream": True})))
+        assert not asks_for_logprobs(elsewhere, fields(**(body | {"stream": True})))
 
 
 @pytest.mark.parametrize("body", [{"echo": True, "logprobs": 1}, {"return_logprob": True, "logprob_start_len": 0}])
 def test_a_stream_cannot_have_them(body: dict) -> None:
     with pytest.raises(RefusedRequestError, match="prompt's logprobs"):
-        asked("/v1/completions" if "echo" in body else "/generate", fields(**body, stream=True))
+        asks_for_logprobs("/v1/completions" if "echo" in body else "/generate", fields(**body, stream=True))
 
 
 def test_what_prefill_computed_of_the_prompt_is_put_into_decodes_answer() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -164,17 +163,10 @@ class Choice:
         first_s = None if self._room_first_s is None else self._room_first_s - self._room_began_s
         # Without an End of decode the router ended the answer itself, at a stop string.
         success = "stop" if decode is None else decode.reason
-        return EndedRequest(
-            scope="room",
-            role="router",
-            node=client.node,
+        return client.record(
             rooms=(room.id,),
-            request_id=client.request_id,
-            trace=client.trace,
             prefill=room.prefill_node,
             decode=room.decode_node,
-            model=client.model,
-            path=client.path,
             prompt_tokens=room.prompt_tokens,
             tokens=self._room_tokens,
             reason=success if failure is None else "",
@@ -182,9 +174,7 @@ class Choice:
             detail="" if failure is None else failure.detail,
             retried=isinstance(end, Retry),
             resumptions=room.resumptions,
-            stream=client.stream,
             enable_hisparse=room.enable_hisparse,
-            ended_unix_s=time.time(),
             total_s=now - self._room_began_s,
             first_token_s=first_s,
             spans=spans_of(room.id, first_s, now - self._room_began_s),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from ..... import __version__
 from .....bus import Bus
@@ -26,10 +27,10 @@ from ....settings.router import RouterConfig
 from ....tracing.ended_request import EndedRequests
 from ...fleet.roles import Role
 from ...fleet.status import WorkerStatus
-from ...front.backend import BackendState, Paths
+from ...front.backend import Paths
 from ...front.body_readers import BodyReading
 from ...front.client_request import ClientRequest
-from ...front.json_bodies import AnswerFailedError, Read, RefusedRequestError, WholeAnswer
+from ...front.json_bodies import Read, RefusedRequestError, WholeAnswer
 from ...front.status import RouterMetrics
 from ...front.text import load_text
 from .answer import Answer, AnswerText, Choice
@@ -211,10 +212,11 @@ class Daemons:
         ]
         return {"workers": workers}
 
-    def state(self) -> BackendState:
+    def state(self) -> dict[str, Any]:
         """As Backend.state."""
         routing = self.routing
-        return BackendState(list(routing.workers.models()), rooms_by_progress(routing.rooms), routing.retries)
+        rooms = rooms_by_progress(routing.rooms)
+        return {"models": list(routing.workers.models()), "rooms": rooms, "retries": routing.retries}
 
     # Requests
 
@@ -284,16 +286,14 @@ class Daemons:
         for index, room in enumerate(request.rooms):
             if choices:
                 await asyncio.sleep(0)  # The prompts of many rooms take their time: others have their turn.
-            accepted = self.routing.submit(room, self._clock.now())
-            if isinstance(accepted, AnswerFailedError):
-                raise accepted
+            room_id, effects = self.routing.submit(room, self._clock.now())
             text = AnswerText(self.text, room.sampling, request.stops, keep_stop=request.keep_stop)
             echo = request.echoes[index // request.n] if request.echoes else ""
-            stop = partial(self._stop, accepted.request)
+            stop = partial(self._stop, room_id)
             choice = Choice(client, news, stop, text, echo=echo, began_s=time.monotonic())
-            choices[accepted.request] = self._choices[accepted.request] = choice
-            client.rooms.append(accepted.request)
-            self._perform(accepted.effects)
+            choices[room_id] = self._choices[room_id] = choice
+            client.rooms.append(room_id)
+            self._perform(effects)
             of.prompt_tokens.inc(len(room.prompt) // 4)
         form = AnswerForm(
             chat=request.chat,

@@ -88,11 +88,3 @@ class WorkerLeft:
 
 
 RoutingEffect: TypeAlias = Send | Emit | Finish | Fail | Retry | WorkerChanged | WorkerLeft
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The request was accepted; it ends with one Finish or one Fail."""
-
-    request: int
-    effects: list[RoutingEffect]

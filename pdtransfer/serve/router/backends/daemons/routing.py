@@ -38,7 +38,6 @@ from .placement import WorkerPair
 from .router_effects import (
     FINAL_CAUSES,
     MUTUAL_CAUSES,
-    Accepted,
     Emit,
     Fail,
     Finish,
@@ -102,23 +101,23 @@ class Routing:
         due = [when for when in (self._timers.next(), self.workers.timers.next()) if when is not None]
         return min(due, default=None)
 
-    def submit(self, request: CompletionRequest, now: float) -> Accepted | AnswerFailedError:
-        """Begins a room for the request on the least loaded pair of workers, or returns why it cannot."""
+    def submit(self, request: CompletionRequest, now: float) -> tuple[int, list[RoutingEffect]]:
+        """Begins a room for the request on the least loaded pair of workers; the request, by the id of that room, ends
+        with one Finish or one Fail. Raises AnswerFailedError where it cannot begin."""
         retry_ms = self._limits.resend_ms_max
         if self._closed:
-            return AnswerFailedError("the router shuts down", Cause.SHUTDOWN, retry_ms=retry_ms)
+            raise AnswerFailedError("the router shuts down", Cause.SHUTDOWN, retry_ms=retry_ms)
         # Rooms being cancelled count, because their workers still hold them.
         if len(self._rooms) >= self._limits.rooms_max:
             text = f"rooms: {len(self._rooms)} of rooms_max {self._limits.rooms_max}"
-            return AnswerFailedError(text, Cause.FULL, retry_ms=retry_ms)
+            raise AnswerFailedError(text, Cause.FULL, retry_ms=retry_ms)
         request, pair = self._choose(request, (), now, may_stay=True)
         if isinstance(pair, NoPair):
-            if pair.retry_ms is None:
-                return AnswerFailedError(pair.detail, Cause.PEER_LOST, retry_ms=retry_ms)
-            return AnswerFailedError(pair.detail, Cause.FULL, retry_ms=pair.retry_ms)
+            cause = Cause.PEER_LOST if pair.retry_ms is None else Cause.FULL
+            raise AnswerFailedError(pair.detail, cause, retry_ms=retry_ms if pair.retry_ms is None else pair.retry_ms)
         so_far = AnswerSoFar(request) if request.enable_resume else None
         room = self._open(request, pair, None, so_far, None, now + self._limits.room_deadline_ms / 1e3, now)
-        return Accepted(room.request_id, self._take())
+        return room.request_id, self._take()
 
     def cancel(self, request: int, now: float) -> list[RoutingEffect]:
         """The client disconnected. Ignores a request that has ended."""

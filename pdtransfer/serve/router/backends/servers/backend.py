@@ -6,11 +6,12 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from ....settings.router import RouterConfig
 from ...fleet.roles import Departure, NoPair, Role
 from ...fleet.status import WorkerStatus
-from ...front.backend import BackendState, Paths
+from ...front.backend import Paths
 from ...front.body_readers import BodyReading
 from ...front.client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ...front.json_bodies import WholeAnswer
@@ -191,9 +192,9 @@ class Servers:
         ]
         return {"without_prefill": self.pool.serves_alone, "servers": servers}
 
-    def state(self) -> BackendState:
+    def state(self) -> dict[str, Any]:
         """As Backend.state: the servers know their models and what they compute."""
-        return BackendState([], {}, self.metrics.retries)
+        return {"models": [], "rooms": {}, "retries": self.metrics.retries}
 
     # Requests
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,7 +16,6 @@ from .....limits import PEERS_MAX, TEXT_LENGTH_MAX, TOKENS_MAX
 from .....schema import parse
 from ...fleet.roles import Role
 from ...front.json_bodies import RefusedRequestError, decoded_field
-from . import prompt_logprobs
 from .dialect import FALSE, ONE, Dialect, Port, ServerOrder, Text
 from .server_pool import ServerIdentity, Waiting
 from .server_request import CHAT, COMPLETIONS, GENERATE, Fields, ServerRequest, choices_of
@@ -58,6 +57,31 @@ SERVER_CHOICES_MAX = 128  # requests that one with `n` becomes: as many choices 
 SAMPLING_BYTES_MAX = 256 << 10  # of sampling parameters that are written for each of several choices
 
 
+# Logprobs of a prompt.
+_OF_PROMPT = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")  # in meta_info of /generate
+
+
+class _Generated(Struct):
+    """One answer of /generate; of what else it has nothing changes."""
+
+    meta_info: dict[str, Raw]
+
+
+class _ScoredChoice(Struct):
+    logprobs: dict[str, list[Raw]] | None = None
+
+
+class _Completion(Struct):
+    choices: list[_ScoredChoice]
+
+
+_FLAG, _FLAGS = msgspec.json.Decoder(bool | None), msgspec.json.Decoder(bool | list[bool | None] | None)
+_INTEGER, _INTEGERS = msgspec.json.Decoder(int | None), msgspec.json.Decoder(int | list[int | None] | None)
+_OBJECTS = msgspec.json.Decoder(dict[str, Raw] | list[dict[str, Raw]])
+_GENERATED: msgspec.json.Decoder[_Generated | list[_Generated]] = msgspec.json.Decoder(_Generated | list[_Generated])
+_COMPLETION, _CHOICES = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(list[dict[str, Raw]])
+
+
 class SglangDialect(Dialect):
     """SGLang's servers: `bootstrap_host`, `bootstrap_port` and `bootstrap_room`, the same on both sides.
 
@@ -97,7 +121,7 @@ class SglangDialect(Dialect):
     def choices(self, path: str, fields: Fields, prompts: int) -> int:
         """Of /generate that of its sampling parameters, the same for all prompts; of the other paths `n`. Refuses a
         stream that asks for its prompt's logprobs, and all that `apart` could not make requests of."""
-        prompt_logprobs.asked(path, fields)
+        asks_for_logprobs(path, fields)
         if path != GENERATE:
             return _count("n", [fields], seed="seed")
         sampling = _sampling(fields)
@@ -121,11 +145,11 @@ class SglangDialect(Dialect):
 
     def joins(self, request: ServerRequest) -> bool:
         """Decode has no logprobs of the prompt."""
-        return prompt_logprobs.asked(request.path, request.fields)
+        return asks_for_logprobs(request.path, request.fields)
 
     def joined(self, prefill: bytes, decode: bytes) -> bytes:
         """Decode's, with the logprobs of the prompt."""
-        return prompt_logprobs.joined(prefill, decode)
+        return with_logprobs(prefill, decode)
 
     def prefill_body(
         self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None, *, early: bool = False
@@ -215,3 +239,65 @@ def _room(transfer: bytes, identity: ServerIdentity | None) -> dict[str, object]
     if identity is None:
         raise ValueError("a room of nobody")
     return identity | {"bootstrap_room": int.from_bytes(transfer[:8]) >> 1}
+
+
+def asks_for_logprobs(path: str, fields: Fields) -> bool:
+    """Whether a request asks for logprobs of its prompt, which prefill computes and decode's answer lacks: completions
+    by `echo` with `logprobs`, SGLang's own path by `return_logprob` from a place in the prompt on. Raises
+    RefusedRequestError for a stream that does."""
+    if path == GENERATE:
+        starts = _list(_value(fields, "logprob_start_len", _INTEGERS))
+        from_prompt = any(start is not None and start >= 0 for start in starts)
+        is_asked = from_prompt and any(_list(_value(fields, "return_logprob", _FLAGS)))
+    else:
+        is_asked = path == COMPLETIONS and _value(fields, "echo", _FLAG) and _value(fields, "logprobs", _INTEGER)
+    if not is_asked:
+        return False
+    if _value(fields, "stream", _FLAG):
+        raise RefusedRequestError("stream", "must be false with a prompt's logprobs: they are prefill's")
+    return True
+
+
+def _value(fields: Fields, name: str, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """None for what a server will refuse."""
+    try:
+        return parse(fields[name], decoder) if name in fields else None
+    except RemoteProtocolError:
+        return None
+
+
+def with_logprobs(prefill: bytes, decode: bytes) -> bytes:
+    """Decode's whole answer with the prompt's logprobs of prefill's. Raises RemoteProtocolError for answers that are
+    not of one request."""
+    answer = parse(decode, _OBJECTS)
+    if not isinstance(answer, list) and "choices" in answer:
+        choices = parse(answer["choices"], _CHOICES)
+        of_prefill, of_decode = (parse(text, _COMPLETION).choices for text in (prefill, decode))
+        _check_equal(len(of_prefill), len(of_decode))
+        for choice, first, rest in zip(choices, of_prefill, of_decode, strict=True):
+            choice["logprobs"] = Raw(msgspec.json.encode(_completed(first.logprobs, rest.logprobs)))
+        answer["choices"] = Raw(msgspec.json.encode(choices))
+        return msgspec.json.encode(answer)
+    of_prefill, of_decode = (_list(parse(text, _GENERATED)) for text in (prefill, decode))
+    answers: list[dict[str, Raw]] = _list(answer)
+    _check_equal(len(of_prefill), len(answers))
+    for generated, first, rest in zip(answers, of_prefill, of_decode, strict=True):
+        of_prompt = {name: first.meta_info[name] for name in _OF_PROMPT if name in first.meta_info}
+        generated["meta_info"] = Raw(msgspec.json.encode(rest.meta_info | of_prompt))
+    return msgspec.json.encode(answer)
+
+
+def _completed(first: dict[str, list[Raw]] | None, rest: dict[str, list[Raw]] | None) -> dict[str, list[Raw]]:
+    """The prompt's part of each list, without prefill's own token, and decode's."""
+    if first is None or rest is None:
+        raise RemoteProtocolError("logprobs", "missing")
+    return {name: first.get(name, [])[:-1] + of_decode for name, of_decode in rest.items()}
+
+
+def _list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def _check_equal(prefill: int, decode: int) -> None:
+    if prefill != decode:
+        raise RemoteProtocolError("answer", f"prefill has {prefill}, decode {decode}")

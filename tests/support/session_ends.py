@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,7 +50,6 @@ LIMITS = Limits(
 REACH = Reach("shm", "host", "@arena", b"token", 0, ARENA_BYTES)
 C4_ROW = LAYERS * ROW  # the second half of the arena is c4's, a row of all layers after the other
 KV, C4 = (Holds("kv", 0, LAYERS, 0, 1),), (Holds("c4", 0, LAYERS, 0, 1),)  # ranks that hold one component each
-IDLE = {"holds": (Holds("kv", 0, LAYERS, 0, 1, 1, 2),), "ranks": Ranks(1, 2)}  # another sends all that it holds
 Kind = TypeVar("Kind")
 
 
@@ -87,12 +87,15 @@ class _End:
 
     def tick(self, seconds: float) -> list[Any]:
         """Lets this much time pass, and does what falls due in it when it does."""
-        end, effects = self.now + seconds, []
+        return [effect for _, effect in self.passing(seconds)]
+
+    def passing(self, seconds: float) -> Iterator[tuple[float, Any]]:
+        """The same, each effect with its time."""
+        end = self.now + seconds
         while (when := self.core.next_tick()) is not None and when <= end:
             self.now = max(self.now, when)
-            effects += self.core.tick(self.now)
+            yield from [(self.now, effect) for effect in self.core.tick(self.now)]
         self.now = end
-        return effects
 
 
 class DecodeEnd(_End):
@@ -102,8 +105,8 @@ class DecodeEnd(_End):
         self.now = 0.0
         ids = iter(range(0xA0, 0xFFF))
         arena = components(slots, 1, page_first=True)
-        me = identity("d0", "decode", window=limits.window)
-        self.core = DecodeSessions(me, arena, limits, lambda: next(ids), **options)
+        self.me = identity("d0", "decode", window=limits.window)
+        self.core = DecodeSessions(self.me, arena, limits, lambda: next(ids), **options)
         self.incarnation = 1
 
     def receive(self, *messages: Message, peer: str = P) -> list[Any]:
@@ -175,7 +178,8 @@ class PrefillEnd(_End):
     def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS) -> None:
         self.now = 0.0
         self.components = components(slots, 4, page_first=False)
-        self.core = PrefillSessions(identity("p0", "prefill", 9, window=limits.window), self.components, limits)
+        self.me = identity("p0", "prefill", 9, window=limits.window)
+        self.core = PrefillSessions(self.me, self.components, limits)
 
     def receive(self, *messages: Message, peer: str = D) -> list[Any]:
         return [effect for message in messages for effect in self.core.receive(peer, message, self.now)]
@@ -260,8 +264,7 @@ class TwinEnd(DecodeEnd):
     def __init__(self, limits: Limits = LIMITS, **options: Any) -> None:
         super().__init__(limits)
         ids = iter(range(0xA0, 0xFFF))
-        me = identity("d0", "decode", window=limits.window)
-        self.core = DecodeSessions(me, twins(), limits, lambda: next(ids), **{"enable_hisparse": True} | options)
+        self.core = DecodeSessions(self.me, twins(), limits, lambda: next(ids), **{"enable_hisparse": True} | options)
 
     def registered(self, peer: str = P, bytes_ready: int = ARENA, **changes: Any) -> Register:
         self.core.dial(peer, self.now)

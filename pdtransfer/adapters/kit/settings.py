@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 from ...bounds import bound, match, port_range
 from ...bus.keys import Address, AllowList, KeyPair, address_of, check_dialled, check_exposure, is_loopback, key_of
@@ -119,18 +119,13 @@ class Settings:
 def _checked(name: str, value: Any, hint: object) -> Any:
     """The value as its field's type. JSON has no paths, and may write 120.0 as 120."""
     if hint == Path | None:
-        if value is None or (isinstance(value, str) and value):
-            return value and Path(value)
-        raise ConfigError(f"{name} = {value!r}: must be a path")
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(get_args(hint))}")
-        return value
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        words = {bool: "true or false", int: "an integer", float: "a number"}
-        raise ConfigError(
-            f"{name} = {value!r}: must be {words.get(hint, 'a text') if isinstance(hint, type) else hint}"
-        )
-    return value
+        fits, wanted = value is None or (isinstance(value, str) and value), "a path"
+    elif get_origin(hint) is Literal:
+        fits, wanted = value in get_args(hint), f"one of {', '.join(get_args(hint))}"
+    else:
+        value = float(value) if hint is float and type(value) is int else value
+        words = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+        fits, wanted = type(value) is hint, words[cast("type", hint)]
+    if not fits:
+        raise ConfigError(f"{name} = {value!r}: must be {wanted}")
+    return Path(value) if value and hint == Path | None else value

@@ -129,7 +129,9 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def _start(self, kv_caches: dict[str, torch.Tensor]) -> None:
         ranks = dialect.ranks_here(self._vllm_config)
         extent = _extent_of(kv_caches)
-        self._check_host_pool(kv_caches)
+        for group, names in self._groups:
+            if group.host and not all(self._memory.has_beside(kv_caches[name].data_ptr()) for name in names):
+                raise ConfigError("HiSparseConnector: vLLM allocated its host pool where no peer can write")
         self._on_card = extent.device is not None
         kv = dialect.kv_views(kv_caches, self._groups)
         states = dialect.states_of(self._kv_cache_config, self._groups)
@@ -187,12 +189,6 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         identity, line = rank.announced(endpoint, target, "vLLM's blocks")
         self._announced = Announced(endpoint, identity, described.block_bytes)
         log.info("%s", line)
-
-    def _check_host_pool(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Raises ConfigError for a host pool that is not where `get_mem_pool_context` had room for it."""
-        for group, names in self._groups:
-            if group.host and not all(self._memory.has_beside(kv_caches[name].data_ptr()) for name in names):
-                raise ConfigError("HiSparseConnector: vLLM allocated its host pool where no peer can write")
 
     # Worker: steps
 

@@ -189,15 +189,11 @@ def states_fact(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], t
 
 def scales_fact(vllm_config: Any, views: dict[str, Any], ranks: Ranks) -> dict[str, str]:
     """As kv_scales.scales_fact. All ranks of the engine call it."""
-
-    def gathered(scales: kv_scales.Scales) -> list[kv_scales.Scales]:
-        stages: list[Any] = [scales] * ranks.pp_size
-        if ranks.pp_size > 1:
-            torch.distributed.all_gather_object(stages, scales, group=get_pp_group().cpu_group)
-        return stages
-
-    layers = vllm_config.compilation_config.static_forward_context
-    return kv_scales.scales_fact(layers, views, tp_size=ranks.tp_size, gathered=gathered)
+    scales = kv_scales.scales_of(vllm_config.compilation_config.static_forward_context, views)
+    stages: list[Any] = [scales] * ranks.pp_size
+    if ranks.pp_size > 1:
+        torch.distributed.all_gather_object(stages, scales, group=get_pp_group().cpu_group)
+    return kv_scales.scales_fact(stages, tp_size=ranks.tp_size)
 
 
 def kv_views(views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import ConfigError
@@ -33,17 +33,15 @@ def check_cache_dtype(cache_config: Any) -> None:
         raise ConfigError(f"kv_cache_dtype: {name} is not supported; must be one of {', '.join(_DTYPES)}")
 
 
-def scales_fact(
-    layers: Mapping[str, Any], views: Mapping[str, Any], *, tp_size: int, gathered: Callable[[Scales], list[Scales]]
-) -> dict[str, str]:
-    """The fact of an engine's scales, alike on all its ranks; none where all of them are 1.
+def scales_of(layers: Mapping[str, Any], views: Mapping[str, Any]) -> Scales:
+    """Those of this rank; `layers` are vLLM's by name, `views` the caches of those on this rank."""
+    return {name: _scales(layers.get(name)) for name, view in views.items() if view.itemsize == 1}
 
-    `layers` are vLLM's by name, `views` the caches of those on this rank. `gathered` returns what it gets of every
-    pipeline stage. Raises ConfigError for scales of each head, of which several ranks have a part each.
-    """
-    scales: Scales = {}
-    for stage in gathered({name: _scales(layers.get(name)) for name, view in views.items() if view.itemsize == 1}):
-        scales |= stage
+
+def scales_fact(stages: Iterable[Scales], *, tp_size: int) -> dict[str, str]:
+    """The fact of an engine's scales, those of all its pipeline stages; none where all of them are 1. Raises
+    ConfigError for scales of each head, of which several ranks have a part each."""
+    scales = {name: of_layer for stage in stages for name, of_layer in stage.items()}
     numbers = [values for of_layer in scales.values() for values in of_layer]
     if all(value == 1.0 for values in numbers for value in values):
         return {}

@@ -6,10 +6,10 @@ It holds no memory and opens no socket. vLLM's own block tables are kept here, s
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from ...client.api import room_id
 from ...errors import ConfigError
@@ -34,49 +34,6 @@ class VLLMRequest(Protocol):
     prompt_token_ids: Sequence[int] | None
     num_prompt_tokens: int
     skip_reading_prefix_cache: bool  # it has to compute its whole prompt, for the prompt's logprobs
-
-
-class NewRequest(Protocol):
-    """What is read of vLLM's NewRequestData."""
-
-    req_id: str
-    block_ids: BlockTable
-    num_computed_tokens: int
-
-
-class CachedRequests(Protocol):
-    """What is read of vLLM's CachedRequestData: lists of equal length, and the requests that were preempted before."""
-
-    req_ids: Sequence[str]
-    resumed_req_ids: Collection[str]
-    new_block_ids: Sequence[BlockTable | None]
-    num_computed_tokens: Sequence[int]
-
-
-class ScheduledStep(Protocol):
-    """What is read of vLLM's SchedulerOutput."""
-
-    scheduled_new_reqs: Sequence[NewRequest]
-    scheduled_cached_reqs: CachedRequests
-    num_scheduled_tokens: Mapping[str, int]
-    preempted_req_ids: Collection[str] | None
-
-
-class BlockPool(Protocol):
-    """vLLM's: a block is free once nobody counts it any more."""
-
-    @property
-    def blocks(self) -> Sequence[Any]:
-        """By their ids."""
-        ...
-
-    def touch(self, blocks: Sequence[Any]) -> None:
-        """Counts these blocks once more."""
-        ...
-
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Counts them once less."""
-        ...
 
 
 class _LoadState(Enum):
@@ -140,7 +97,7 @@ class SchedulerSide:
         self.identity: dict[str, Any] = {}
         self._block_bytes = (0,) * len(self._groups)  # of all ranks together; those that share heads have them each
         self._identified: set[str] = set()  # requests that ask for it
-        self.block_pool: BlockPool | None = None  # once vLLM has made it
+        self.block_pool: Any = None  # vLLM's, once it is made: it frees a block that nobody counts any more
         self._kept: dict[str, list[Any]] = {}  # by request: blocks that vLLM frees before they are sent
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
@@ -177,8 +134,9 @@ class SchedulerSide:
             self._check_role(wanted)
         except RequestError as error:
             log.warning("request %s: its hand-off is refused: %s", name, error)
-            if self._can_receive and not self._wants_to_send(request.kv_transfer_params):
-                self._receives[name] = _Receive(tokens, None)
+            params = request.kv_transfer_params
+            if self._can_receive and (not isinstance(params, dict) or params.get("do_remote_prefill")):
+                self._receives[name] = _Receive(tokens, None)  # a load may be wanted, which fails
             return
         match wanted:
             case SendTo(transfer_id):
@@ -257,8 +215,8 @@ class SchedulerSide:
             Receive(name, receive.source.room(name), receive.source.sources, receive.tokens, prefix, slots)
         )
 
-    def orders(self, step: ScheduledStep) -> Orders:
-        """What the workers do in this step; the next call begins another one."""
+    def orders(self, step: Any) -> Orders:
+        """What the workers do in this step, which is vLLM's SchedulerOutput; the next call begins another one."""
         orders, self._orders = self._orders, Orders()
         for name in step.preempted_req_ids or ():
             if (send := self._sends.get(name)) is not None:
@@ -280,7 +238,6 @@ class SchedulerSide:
         """Nothing reads the blocks of these requests any more."""
         for name in requests:
             if (blocks := self._kept.pop(name, None)) is not None:
-                assert self.block_pool is not None
                 self.block_pool.free_blocks(blocks)
 
     @property
@@ -350,11 +307,6 @@ class SchedulerSide:
         if isinstance(wanted, ReceiveFrom) and not self._can_receive:
             raise RequestError("do_remote_prefill: true, and this engine's kv_role is kv_producer")
 
-    @staticmethod
-    def _wants_to_send(params: Any) -> bool:
-        """Of wrong parameters: whether no load was asked for, so that none can fail."""
-        return isinstance(params, dict) and not cast("dict[object, object]", params).get("do_remote_prefill")
-
     def _decline(self, name: str, receive: _Receive) -> None:
         """Has prefill's side of the room end at once."""
         receive.state = _LoadState.NONE
@@ -366,7 +318,7 @@ class SchedulerSide:
             Receive(name, source.room(name), source.sources, receive.tokens, receive.tokens, none, awaited=False)
         )
 
-    def _update_tables(self, step: ScheduledStep) -> dict[str, int]:
+    def _update_tables(self, step: Any) -> dict[str, int]:
         """Brings the block tables up to date; returns the tokens that each request has before this step."""
         computed: dict[str, int] = {}
         for new in step.scheduled_new_reqs:
@@ -410,7 +362,6 @@ class SchedulerSide:
         if rows:
             orders.chunks.append(Chunk(name, tuple(rows), send.complete))
         if send.complete and self._loses_blocks(send.tokens):
-            assert self.block_pool is not None
             kept = self._kept[name] = list[Any]()
             for group in self._groups:
                 blocks = group.blocks(send.blocks[group.index], send.tokens)

@@ -83,6 +83,7 @@ class Results:
 
 @dataclass(slots=True)
 class _SentRoom:
+    request_id: str
     room: int
     tokens: int
     drained: bool = False
@@ -90,6 +91,7 @@ class _SentRoom:
 
 @dataclass(slots=True)
 class _ReceivedRoom:
+    request_id: str
     room: int
     began: float
     blocks: tuple[int, ...]  # that did not hold anything before
@@ -140,8 +142,8 @@ class WorkerSide:
         self._send_failures, self._receive_failures = FailuresInARow(), FailuresInARow()
         self._sending: dict[str, _SentRoom] = {}
         self._receiving: dict[str, _ReceivedRoom] = {}
-        self._sent_rooms: dict[int, str] = {}
-        self._received_rooms: dict[int, str] = {}
+        self._sent_rooms: dict[int, _SentRoom] = {}
+        self._received_rooms: dict[int, _ReceivedRoom] = {}
         self._finished: set[str] = set()  # requests that have ended and wait for their rooms
         self._results = Results()
         self._chunks: list[Chunk] = []  # of this step
@@ -251,7 +253,8 @@ class WorkerSide:
 
     def _open(self, order: Open) -> None:
         room = room_id(order.label)
-        sending = self._sending[order.request_id] = _SentRoom(room, order.tokens, drained=self._prefill is None)
+        sending = _SentRoom(order.request_id, room, order.tokens, drained=self._prefill is None)
+        self._sending[order.request_id] = sending
         if self._prefill is None:
             return  # another rank has the same KV, and sends it
         try:
@@ -261,7 +264,7 @@ class WorkerSide:
             self._count_failure(Cause.REFUSED)
             sending.drained = True
         else:
-            self._sent_rooms[room] = order.request_id
+            self._sent_rooms[room] = sending
 
     def _receive(self, order: Receive) -> None:
         assert self._decode is not None
@@ -280,8 +283,8 @@ class WorkerSide:
                 log.warning("request %s: its hand-off is refused: %s", order.request_id, error)
                 self._refuse(Refuse(order.request_id, blocks))
             return
-        self._receiving[order.request_id] = _ReceivedRoom(room, self._clock(), blocks, order.awaited)
-        self._received_rooms[room] = order.request_id
+        received = _ReceivedRoom(order.request_id, room, self._clock(), blocks, order.awaited)
+        self._receiving[order.request_id] = self._received_rooms[room] = received
 
     def _refuse(self, order: Refuse) -> None:
         self._count_failure(Cause.REFUSED)
@@ -343,48 +346,43 @@ class WorkerSide:
                 figures.count(self._data, "rooms", "sent")
                 figures.count(self._data, "bytes", "sent", kv_bytes)
             case RoomFailed(room, cause, detail):
-                request_id = self._sent_rooms[room]
-                log.log(
-                    logging.INFO if cause is Cause.ABORTED else logging.WARNING,
-                    "request %s: its KV was not handed over: %s: %s", request_id, cause.value, detail,
-                )  # fmt: skip
+                level = logging.INFO if cause is Cause.ABORTED else logging.WARNING
+                text, request_id = "request %s: its KV was not handed over: %s: %s", self._sent_rooms[room].request_id
+                log.log(level, text, request_id, cause.value, detail)
                 self._count_failure(cause)
                 self._send_failures.failed(cause, detail)
             case RoomDrained(room):
-                sending = self._sending.get(self._sent_rooms.pop(room))
-                if sending is not None and sending.room == room:
-                    sending.drained = True
+                self._sent_rooms.pop(room).drained = True
             case _:  # whether decode has asked, and has slots, changes nothing here
                 pass
 
     def _on_decode_event(self, event: object) -> None:
         match event:
             case RoomReady(room):
-                request_id = self._received_rooms[room]
-                if self._receiving[request_id].awaited:
+                received = self._received_rooms[room]
+                if received.awaited:
                     self._share.add("")
                     self._receive_failures.landed()
                 figures.count(self._data, "rooms", "received")
                 figures.count(self._data, "bytes", "received", event.kv_bytes)
                 if len(self._data["seconds"]) < figures.SECONDS_MAX:
-                    self._data["seconds"].append(self._clock() - self._receiving[request_id].began)
+                    self._data["seconds"].append(self._clock() - received.began)
             case RoomFailed(room, cause, detail):
-                request_id = self._received_rooms[room]
-                receiving = self._receiving[request_id]
-                log.log(
-                    logging.INFO if receiving.aborted or not receiving.awaited else logging.WARNING,
-                    "request %s: its KV was not received: %s: %s", request_id, cause.value, detail,
-                )  # fmt: skip
+                received = self._received_rooms[room]
+                request_id, wanted = received.request_id, received.awaited and not received.aborted
+                level = logging.WARNING if wanted else logging.INFO
+                log.log(level, "request %s: its KV was not received: %s: %s", request_id, cause.value, detail)
                 self._count_failure(cause)
                 if cause is Cause.REFUSED:
                     for fact in differing(detail, self._facts):
                         figures.count(self._data, "refusals", fact)
-                if receiving.awaited and not receiving.aborted:
-                    self._fail_load(request_id, receiving.blocks, cause, detail)
+                if wanted:
+                    self._fail_load(request_id, received.blocks, cause, detail)
             case RoomDrained(room):
-                request_id = self._received_rooms.pop(room)
-                if self._receiving.pop(request_id).awaited:
-                    self._results.received.add(request_id)
+                received = self._received_rooms.pop(room)
+                del self._receiving[received.request_id]
+                if received.awaited:
+                    self._results.received.add(received.request_id)
             case _:
                 pass
 

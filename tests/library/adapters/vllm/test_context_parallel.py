@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from pdtransfer.adapters.kit.peers import Reachable
 from pdtransfer.adapters.vllm.kinds import PAGED, dcp_sizes_of, keep_blocks_whole
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Rows
 from pdtransfer.adapters.vllm.pools import Pools, pools
-from pdtransfer.adapters.vllm.scheduler import ScheduledStep, SchedulerSide
+from pdtransfer.adapters.vllm.scheduler import SchedulerSide
 from pdtransfer.adapters.vllm.worker import WorkerSide
 from pdtransfer.errors import ConfigError
 from pdtransfer.wire import Ranks
@@ -201,7 +201,7 @@ def request(name: str, tokens: int, params: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def step(name: str = "", table: Sequence[int] | None = None, before: int = 0, count: int = 0) -> ScheduledStep:
+def step(name: str = "", table: Sequence[int] | None = None, before: int = 0, count: int = 0) -> Any:
     """A step that computes `count` tokens of a request, which is new where it has a block table; or one without."""
     new = [] if table is None else [SimpleNamespace(req_id=name, block_ids=[table], num_computed_tokens=before)]
     names = [name] if name and table is None else []
@@ -209,10 +209,9 @@ def step(name: str = "", table: Sequence[int] | None = None, before: int = 0, co
         req_ids=names, resumed_req_ids=(), new_block_ids=[None] * len(names), num_computed_tokens=[before] * len(names)
     )
     counts = {name: count} if name else {}
-    scheduled = SimpleNamespace(
+    return SimpleNamespace(
         scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts, preempted_req_ids=()
     )
-    return cast("ScheduledStep", scheduled)
 
 
 PROMPTS = [(3, 0), (16, 0), (17, 4), (22, 4), (30, 12), (10, 8)]  # tokens, and those that decode has: in blocks of 4

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 import torch
 
-from pdtransfer.adapters.vllm.kv_scales import Scales, check_cache_dtype, scales_fact
+from pdtransfer.adapters.vllm.kv_scales import Scales, check_cache_dtype, scales_fact, scales_of
 from pdtransfer.errors import ConfigError
 
 HERE = [0.25, 0.5]  # of the keys of two layers; values have twice as much
@@ -27,9 +27,7 @@ def fact(
 ) -> dict[str, str]:
     """`others` are those of another stage."""
     views = {name: torch.zeros(4, dtype=dtype) for name in layers}
-    return scales_fact(
-        layers, views, tp_size=tp_size, gathered=lambda scales: [scales, *([] if others is None else [others])]
-    )
+    return scales_fact([scales_of(layers, views), others or {}], tp_size=tp_size)
 
 
 LAYERS = {f"model.layers.{index}.self_attn.attn": layer(scale) for index, scale in enumerate(HERE)}

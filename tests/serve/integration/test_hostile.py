@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -417,46 +418,29 @@ async def test_slots_of_a_writer_that_holds_the_arena_stay_quarantined_until_it_
 
 
 @pytest.mark.parametrize(
-    ("begin", "words"),
+    ("role", "begin", "words"),
     [
-        ({"tokens": 0}, ["prompt", "no tokens"]),
-        ({"prompt": b"\0\0\0"}, ["prompt", "3 bytes"]),
-        ({"max_tokens": SLOTS}, [str(SLOTS + 20), str(SLOTS)]),
-        ({"prompt": b"\xff\xff\xff\xff"}, ["4294967295"]),
-        ({"enable_hisparse": True}, ["enable_hisparse"]),
-        ({"peers": ["nowhere"]}, ["nowhere", "tcp://"]),
-        ({"peers": ["tcp://127.0.0.1:1", "tcp://127.0.0.1:1"]}, ["must name at least one rank, each once"]),
+        ("decode", {"tokens": 0}, ["prompt", "no tokens"]),
+        ("decode", {"prompt": b"\0\0\0"}, ["prompt", "3 bytes"]),
+        ("decode", {"max_tokens": SLOTS}, [str(SLOTS + 20), str(SLOTS)]),
+        ("decode", {"prompt": b"\xff\xff\xff\xff"}, ["4294967295"]),
+        ("decode", {"enable_hisparse": True}, ["enable_hisparse"]),
+        ("decode", {"peers": ["nowhere"]}, ["nowhere", "tcp://"]),
+        ("decode", {"peers": ["tcp://127.0.0.1:1", "tcp://127.0.0.1:1"]}, ["must name at least one rank, each once"]),
+        ("prefill", {"tokens": 0}, ["prompt", "no tokens"]),
+        ("prefill", {"prompt": b"\0\0\0"}, ["prompt", "3 bytes"]),
+        ("prefill", {"tokens": SLOTS + 1}, [str(SLOTS + 1), str(SLOTS)]),
     ],
 )
 async def test_a_begin_that_makes_no_sense_ends_with_the_reason(
-    site: Site, begin: dict[str, object], words: list[str]
+    site: Site, role: str, begin: dict[str, Any], words: list[str]
 ) -> None:
-    async with dialler(site.decode) as dial:
+    async with dialler(site.fleet.of(role)[0]) as dial:
         router = FakeRouter(dial())
         await router.greet()
-        peers = begin.get("peers", [site.prefill.ready["endpoint"]])
-        room = await router.begin(*peers, **{name: each for name, each in begin.items() if name != "peers"})
-        end = await router.peer.receive(End)
-        assert (end.room, end.reason) == (room, "refused")
-        assert all(word in end.detail for word in words), end
-        await router.peer.send(Ended(room), Goodbye(router.peer.incarnation, "shutdown"))
-
-
-@pytest.mark.parametrize(
-    ("begin", "words"),
-    [
-        ({"tokens": 0}, ["prompt", "no tokens"]),
-        ({"prompt": b"\0\0\0"}, ["prompt", "3 bytes"]),
-        ({"tokens": SLOTS + 1}, [str(SLOTS + 1), str(SLOTS)]),
-    ],
-)
-async def test_prefill_ends_a_begin_that_makes_no_sense_too(
-    site: Site, begin: dict[str, object], words: list[str]
-) -> None:
-    async with dialler(site.prefill) as dial:
-        router = FakeRouter(dial())
-        await router.greet()
-        room = await router.begin("decode-0", **begin)
+        peers = [site.prefill.ready["endpoint"]] if role == "decode" else ["decode-0"]
+        given = {"peers": peers, **begin}
+        room = await router.begin(*given.pop("peers"), **given)
         end = await router.peer.receive(End)
         assert (end.room, end.reason) == (room, "refused")
         assert all(word in end.detail for word in words), end

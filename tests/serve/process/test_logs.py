@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,16 +13,8 @@ from pdtransfer.serve.process import logs
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[Path]:
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    logs.start(node="d0", role="decode", level="info", file=tmp_path / "log")
-    yield tmp_path / "log"
-    for handler in root.handlers[:]:
-        root.removeHandler(handler)
-        handler.close()
-    root.handlers[:] = before
-    root.setLevel(level)
+def file(started: Callable[..., Path]) -> Path:
+    return started(node="d0", role="decode")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,25 +24,8 @@ DONE = EndedRequest(
 LOST = replace(DONE, reason="", status=503, cause=Cause.PEER_LOST, detail='d0: "gone"\nx=1', transfer_s=None)
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-
-    def starting(**more: Any) -> Path:
-        logs.start(**{"node": "router", "role": "router", "level": "info", "file": tmp_path / "log"} | more)
-        return tmp_path / "log"
-
-    yield starting
-    for handler in root.handlers[:]:
-        root.removeHandler(handler)
-        handler.close()
-    root.handlers[:] = before
-    root.setLevel(level)
-
-
-def test_a_line_states_what_is_known_by_name(start: Callable[..., Path]) -> None:
-    file = start()
+def test_a_line_states_what_is_known_by_name(started: Callable[..., Path]) -> None:
+    file = started()
     log_ended(DONE)
     (line,) = file.read_text().splitlines()
     assert line.partition(" INFO router pdtransfer.requests: ")[2] == (
@@ -53,22 +35,22 @@ def test_a_line_states_what_is_known_by_name(start: Callable[..., Path]) -> None
     )
 
 
-def test_a_failure_is_a_warning_of_one_line_with_its_cause(start: Callable[..., Path]) -> None:
-    file = start()
+def test_a_failure_is_a_warning_of_one_line_with_its_cause(started: Callable[..., Path]) -> None:
+    file = started()
     log_ended(LOST)
     (line,) = file.read_text().splitlines()
     assert " WARNING router pdtransfer.requests: request failed: peer_lost " in line
     assert line.endswith(r'total_ms=250.0 detail="d0: \"gone\"\nx=1"')
 
 
-def test_no_value_can_pass_for_further_fields(start: Callable[..., Path]) -> None:
-    file = start()
+def test_no_value_can_pass_for_further_fields(started: Callable[..., Path]) -> None:
+    file = started()
     log_ended(replace(LOST, detail=r'gone\" status=200 x="'))
     assert file.read_text().endswith(r'total_ms=250.0 detail="gone\\\" status=200 x=\""' + "\n")
 
 
-def test_json_has_the_same_fields_beside_time_and_level(start: Callable[..., Path]) -> None:
-    file = start(form="json")
+def test_json_has_the_same_fields_beside_time_and_level(started: Callable[..., Path]) -> None:
+    file = started(form="json")
     log_ended(LOST)
     logging.getLogger("pdtransfer.x").error("not %d\n", 7)
     line, other = map(json.loads, file.read_text().splitlines())
@@ -99,11 +81,11 @@ def test_levels_separate_failures_of_the_fleet_from_what_clients_do(record: Ende
 
 
 def test_requests_have_a_limit_of_their_own_for_each_cause(
-    start: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    started: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs.threading, "Timer", NoTimer)
     monkeypatch.setattr(logs.time, "monotonic", lambda: 5.0)
-    file = start()
+    file = started()
     most = round(LINES_A_SECOND * logs.PERIOD_S)
     for _ in range(most + 3):
         log_ended(LOST)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -110,48 +112,46 @@ def test_keys_that_cannot_be_read_are_reported_before_the_engine_is_made(
         daemon.run(PrefillConfig(http="", bind="tcp://127.0.0.1:0", key=key, allow=peers))
 
 
-@pytest.mark.parametrize("shared", [True, False])
-async def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) -> None:
+@asynccontextmanager
+async def of_two_ranks() -> AsyncIterator[PrefillDaemon]:
+    """The first of two ranks, with a room of a router's."""
     config = PrefillConfig(slots=1_024, http="")
     engine = create_engine(config.factory, config.engine_config)
     settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
     port = ThreadQueues[Order]()
-    prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
-    ends = list[End]()
-    prefill_daemon.desk.end = lambda begin, end: ends.append(end)  # type: ignore[method-assign]
+    made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
+    made.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
+    made.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
     try:
-        prefill_daemon.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
-        prefill_daemon.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
+        yield made
+    finally:
+        made.desk.ticker.stop()
+        await made.node.close()
+        port.close()
+
+
+OTHER = JoinedRank(Ranks(1, 2), "p0-tp1")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) -> None:
+    async with of_two_ranks() as first:
+        ends = list[End]()
+        first.desk.end = lambda begin, end: ends.append(end)  # type: ignore[method-assign]
         clock = clock_digest() if shared else b"another host's"
-        prefill_daemon.group.reported(JoinedRank(Ranks(1, 2), "p0-tp1"), RankLanded(1, 1, 10, 1, 5_000, clock))
-        prefill_daemon.landed(prefill_daemon.rank.rooms[1], 20, 2, 4_000)
+        first.group.reported(OTHER, RankLanded(1, 1, 10, 1, 5_000, clock))
+        first.landed(first.rank.rooms[1], 20, 2, 4_000)
         (end,) = ends
         assert (end.kv_bytes, end.stamp_ns, end.clock) == ((30, 5_000, clock_digest()) if shared else (30, 0, b""))
-    finally:
-        prefill_daemon.desk.ticker.stop()
-        await prefill_daemon.node.close()
-        port.close()
 
 
 async def test_a_rank_that_reports_twice_or_what_no_prefill_rank_reports_is_refused() -> None:
-    config = PrefillConfig(slots=1_024, http="")
-    engine = create_engine(config.factory, config.engine_config)
-    settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
-    port = ThreadQueues[Order]()
-    prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
-    other = JoinedRank(Ranks(1, 2), "p0-tp1")
-    try:
-        prefill_daemon.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
-        prefill_daemon.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
+    async with of_two_ranks() as first:
         for report in (RankLanded(1, 1, 10, 1, 1), RankPicked(2, 1, b"aux"), RankDrained(3, 1)):
-            prefill_daemon.group.reported(other, report)
+            first.group.reported(OTHER, report)
             with pytest.raises(RemoteProtocolError, match=f"{type(report).__name__} of room 1, not due"):
-                prefill_daemon.group.reported(other, report)
+                first.group.reported(OTHER, report)
         with pytest.raises(RemoteProtocolError, match="RankReady of room 1, not due"):
-            prefill_daemon.group.reported(other, RankReady(4, 1, 0, 0))
-        prefill_daemon.group.reported(other, RankLanded(5, 99, 10, 1, 1))  # of a room that is over
-        assert prefill_daemon.load().slots_free == 1_024 - 3, "this rank has neither written nor drained it"
-    finally:
-        prefill_daemon.desk.ticker.stop()
-        await prefill_daemon.node.close()
-        port.close()
+            first.group.reported(OTHER, RankReady(4, 1, 0, 0))
+        first.group.reported(OTHER, RankLanded(5, 99, 10, 1, 1))  # of a room that is over
+        assert first.load().slots_free == 1_024 - 3, "this rank has neither written nor drained it"

@@ -84,16 +84,21 @@ class Follower(GroupFollower):
         self.take = self.taken.append
 
 
+async def met(leader: Leader, follower: Follower) -> RankMeet:
+    """What the leader's only follower is told once it has joined."""
+    joining = asyncio.ensure_future(follower.join())
+    await leader.joined()
+    leader.meet(TENSORS, SECRET)
+    return await joining
+
+
 class Pair:
     """A leader and its one follower, met and bound."""
 
     async def __aenter__(self) -> tuple[Leader, Follower]:
         self.leader = Leader()
         self.follower = Follower(await self.leader.listen(node("l", CALM)), node("f", CALM))
-        joining = asyncio.ensure_future(self.follower.join())
-        await self.leader.joined()
-        self.leader.meet("tcp://127.0.0.1:1233", SECRET)
-        assert await joining == RankMeet(1233, (TENSORS,), SECRET)
+        assert await met(self.leader, self.follower) == RankMeet(1234, (TENSORS,), SECRET)
         self.follower.bound("tcp://f:1", "f:2")
         assert [member.endpoint for member in await self.leader.members("l")] == ["", "tcp://f:1"]
         return self.leader, self.follower
@@ -256,10 +261,7 @@ async def test_a_key_that_is_not_listed_or_not_for_this_role_cannot_join(tmp_pat
         await router.join()
     assert not leader.followers
     follower = Follower(endpoint, keyed(tmp_path, "f", l="decode"))
-    right = asyncio.ensure_future(follower.join())
-    await leader.joined()
-    leader.meet(TENSORS, SECRET)
-    assert (await right).tensors == (TENSORS,)
+    assert (await met(leader, follower)).tensors == (TENSORS,)
     stop.set()
     with pytest.raises(StoppedError):  # the stranger was never answered
         await joining
@@ -273,10 +275,7 @@ async def test_a_rank_whose_key_is_revoked_is_lost(tmp_path: Path) -> None:
     settings = keyed(tmp_path, "l", f="decode")
     assert settings.keys is not None
     follower = Follower(f"{settings.keys.public}@{await leader.listen(settings)}", keyed(tmp_path, "f", l="decode"))
-    joining = asyncio.ensure_future(follower.join())
-    await leader.joined()
-    leader.meet(TENSORS, SECRET)
-    await joining
+    await met(leader, follower)
     assert settings.allowed is not None
     leader.allow(settings.allowed)
     await until(lambda: follower.taken)
@@ -298,10 +297,7 @@ async def test_a_rank_dials_and_keeps_no_leader_whose_key_is_listed_in_another_r
         await wary.join()
     await wary.close()
     follower = Follower(endpoint, keyed(tmp_path, "f", l="decode"))
-    joining = asyncio.ensure_future(follower.join())
-    await leader.joined()
-    leader.meet(TENSORS, SECRET)
-    await joining
+    await met(leader, follower)
     allowed = keyed(tmp_path, "f", l=role).allowed
     assert allowed is not None
     follower.allow(allowed)

@@ -1,0 +1,30 @@
+"""Logs of this process go to a file for one test."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdtransfer.serve.process import logs
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Starts them as a daemon does, and returns their file."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+
+    def start(**more: Any) -> Path:
+        logs.start(**{"node": "router", "role": "router", "level": "info", "file": tmp_path / "log"} | more)
+        return tmp_path / "log"
+
+    yield start
+    for handler in root.handlers[:]:
+        root.removeHandler(handler)
+        handler.close()
+    root.handlers[:] = before
+    root.setLevel(level)

@@ -185,6 +185,23 @@ class Site:
                     found[f"{sample.name}{{{label}}}"] = sample.value
         return found
 
+    async def until(self, daemon: Daemon, name: str, holds: Callable[[float], object] = bool) -> None:
+        """Waits for a metric of the daemon to be as it should; for any value but 0 where nothing is said."""
+
+        async def is_so() -> bool:
+            return bool(holds((await self.metrics(daemon)).get(name, 0)))
+
+        await until(is_so, f"{daemon.ready['node']}: {name}")
+
+    async def leaves(self, role: str) -> None:
+        """Waits until the router has a worker of this role that is not usable."""
+
+        async def is_out() -> bool:
+            workers = (await self.health(self.router))["workers"]
+            return any(each["role"] == role and not each["usable"] for each in workers)
+
+        await until(is_out, f"a {role} is not usable")
+
     async def holds(self, daemon: Daemon, rank: int = 0) -> dict[str, float]:
         """What a rank of a daemon still holds; nothing, when all is over."""
         m = await self.metrics(daemon, rank)

@@ -11,7 +11,6 @@ from tests.support.engines import plain
 from tests.support.fleets import Answer, Site, prompts
 from tests.support.healing import right, text_of
 from tests.support.processes import deliver
-from tests.support.waiting import until
 
 STREAM_TOKENS = 100
 LOST = {"peer_lost", "peer_restarted", "transfer", "shutdown", "aborted"}
@@ -23,13 +22,6 @@ def named(site: Site, node: str) -> Daemon:
 
 async def metric(site: Site, node: str, name: str) -> float:
     return (await site.metrics(named(site, node)))[name]
-
-
-async def has(site: Site, node: str, name: str) -> None:
-    async def some() -> bool:
-        return bool(await metric(site, node, name))
-
-    await until(some, f"{node} has {name}")
 
 
 async def killed(daemon: Daemon) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.support.fleets import Gates, Site, fleet
 from tests.support.healing import Rest, decode, healed, met, prefill
-from tests.support.loads import Load, has, mend, named, streams, strike
+from tests.support.loads import Load, mend, named, streams, strike
 from tests.support.networks import DATA_PORTS, Network
 from tests.support.processes import children, deliver
 
@@ -43,7 +43,7 @@ class Far:
         """Requests that have slots on this decode, and whose last rows are computed only afterwards."""
         with self.gates.closed("prefill"):
             load = Load(self.site, seed=seed)
-            await has(self.site, node, "pdtransfer_leases")
+            await self.site.until(named(self.site, node), "pdtransfer_leases")
             yield load
 
     async def healed(self) -> None:
@@ -76,7 +76,7 @@ async def decode_killed_while_it_streams(far: Far) -> dict[str, int]:
 
 async def prefill_killed_while_kv_is_on_its_way(far: Far) -> dict[str, int]:
     async with far.granted("decode-1", 2) as load:
-        await has(far.site, "prefill-0", "pdtransfer_grants")
+        await far.site.until(named(far.site, "prefill-0"), "pdtransfer_grants")
         await strike(far.site, "prefill-0", signal.SIGKILL)
     found = await tally(load)
     await mend(far.site, "prefill-0", signal.SIGKILL)

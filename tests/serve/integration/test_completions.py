@@ -150,11 +150,8 @@ async def test_what_two_prompts_share_crosses_once_unless_their_salts_differ(opt
     assert decode["pdtransfer_prefix_queried_tokens_total"] >= 512
     assert decode["pdtransfer_prefix_tokens"] >= 256
     assert decode["pdtransfer_prefix_used_tokens"] == 0
-
-    async def all_free() -> bool:
-        return (await site.metrics(site.router))["pdtransfer_worker_slots_free{decode}"] == SLOTS
-
-    await until(all_free, "the router to hear that what is cached is free")
+    # The router hears that what is cached is free.
+    await site.until(site.router, "pdtransfer_worker_slots_free{decode}", lambda free: free == SLOTS)
 
 
 def mapped(pid: int) -> str:

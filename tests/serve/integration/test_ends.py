@@ -42,15 +42,6 @@ async def rooms(site: Site, daemon: Daemon) -> float:
 # Clients that leave
 
 
-async def leased(site: Site) -> None:
-    """Waits for a transfer."""
-
-    async def some() -> bool:
-        return bool((await site.metrics(site.decode))["pdtransfer_leases"])
-
-    await until(some, "a lease")
-
-
 async def test_a_client_that_leaves_in_mid_stream_gives_everything_back(slow: Site, gates: Gates) -> None:
     before = await slow.metrics(slow.decode)
     with gates.closed("decode"):
@@ -69,14 +60,10 @@ async def test_a_client_that_leaves_before_anything_has_landed_gives_everything_
     (text,) = prompts(1, 400)
     with gates.closed("prefill"):
         asked = asyncio.ensure_future(slow.complete(text))
-        await leased(slow)
+        await slow.until(slow.decode, "pdtransfer_leases")
         tokens = (await slow.metrics(slow.router))["pdtransfer_generated_tokens_total"]
         asked.cancel()
-
-        async def given_up() -> bool:
-            return not await rooms(slow, slow.decode)
-
-        await until(given_up, "decode has given the room up")
+        await slow.until(slow.decode, "pdtransfer_rooms", lambda rooms: not rooms)
     await slow.settled()
     assert (await slow.metrics(slow.router))["pdtransfer_generated_tokens_total"] == tokens
     await served(slow)
@@ -156,7 +143,7 @@ async def test_a_signal_drains_what_is_under_way_ends_and_new_requests_get_503(
         deliver([daemon.process.pid], signal.SIGSTOP)  # it finds them all there at once
         for number in (*signals, signal.SIGCONT):
             daemon.process.send_signal(number)
-        await until(lambda: unusable(slow, role), f"{role} drains")
+        await slow.leaves(role)
         refused = await slow.complete("too late")
         assert refused.status == 503
         assert refused.retry_after is not None
@@ -173,18 +160,14 @@ async def test_a_signal_drains_what_is_under_way_ends_and_new_requests_get_503(
     await slow.settled()
 
 
-async def unusable(site: Site, role: str) -> bool:
-    return any(each["role"] == role and not each["usable"] for each in (await site.health(site.router))["workers"])
-
-
 async def test_a_prefill_that_drains_computes_the_prompt_that_it_has(slow: Site, gates: Gates) -> None:
     (text,) = prompts(3, 200)
     daemon = slow.prefill
     with gates.closed("prefill"):
         asked = asyncio.ensure_future(slow.complete(text))
-        await leased(slow)
+        await slow.until(slow.decode, "pdtransfer_leases")
         daemon.process.terminate()
-        await until(lambda: unusable(slow, "prefill"), "prefill drains")
+        await slow.leaves("prefill")
     assert right(text, await asked)
     assert await ended(slow, daemon) == 0
     await slow.restart(daemon)

@@ -14,7 +14,7 @@ import pytest
 from pdtransfer.serve.process.fleet import Daemon
 from tests.support.fleets import Gates, Site, prompts, running
 from tests.support.healing import QUICK, Rest, decode, healed, prefill, right
-from tests.support.loads import Load, has, killed, mend, metric, named, streams, strike
+from tests.support.loads import Load, killed, mend, metric, named, streams, strike
 from tests.support.processes import children, deliver
 from tests.support.waiting import PATIENCE_S, Running, standing, until
 
@@ -67,7 +67,7 @@ async def test_a_fault_during_transfers_costs_no_request_where_another_can_take_
 ) -> None:
     with gates.closed("prefill"):
         load = Load(site, seed=2)
-        await has(site, f"{role}-0", "pdtransfer_grants" if role == "prefill" else "pdtransfer_leases")
+        await site.until(named(site, f"{role}-0"), "pdtransfer_grants" if role == "prefill" else "pdtransfer_leases")
         await strike(site, f"{role}-0", number)
     try:
         await load.all_served()
@@ -96,7 +96,7 @@ async def test_a_fault_after_the_transfer_costs_what_decodes_there_and_nothing_e
 async def test_a_prefill_that_dies_frozen_gives_its_slots_back(site: Site, before: Rest, gates: Gates) -> None:
     with gates.closed("prefill"):
         load = Load(site, seed=3)
-        await has(site, "prefill-1", "pdtransfer_grants")
+        await site.until(named(site, "prefill-1"), "pdtransfer_grants")
         frozen = named(site, "prefill-1")
         deliver([frozen.process.pid], signal.SIGSTOP)
     await load.all_served()
@@ -170,7 +170,7 @@ async def test_a_router_that_is_killed_has_its_rooms_stopped_and_serves_again_on
 ) -> None:
     with gates.closed("prefill"):
         asked = [asyncio.ensure_future(site.complete(text)) for text in prompts(8, *[80] * 8)]
-        await has(site, "prefill-0", "pdtransfer_grants")
+        await site.until(named(site, "prefill-0"), "pdtransfer_grants")
         await killed(site.router)
     for each in await asyncio.gather(*asked, return_exceptions=True):
         assert isinstance(each, aiohttp.ClientError), each
@@ -193,7 +193,7 @@ async def test_a_worker_that_drains_under_load_loses_no_request(site: Site, befo
 
     asking = [asyncio.ensure_future(keep_asking(number)) for number in range(8)]
     node = named(site, f"{role}-0")
-    await has(site, f"{role}-0", "pdtransfer_rooms")
+    await site.until(named(site, f"{role}-0"), "pdtransfer_rooms")
     node.process.terminate()
     async with asyncio.timeout(PATIENCE_S):
         assert await node.process.wait() == 0
@@ -235,7 +235,7 @@ async def test_a_host_that_stands_still_for_a_while_costs_no_request(site: Site,
     with gates.closed("prefill"):
         load = Load(site, seed=10)
         for worker in workers(site):
-            await has(site, worker.ready["node"], "pdtransfer_rooms")
+            await site.until(named(site, worker.ready["node"]), "pdtransfer_rooms")
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for daemon in site.fleet.daemons:
                 daemon.process.send_signal(number)

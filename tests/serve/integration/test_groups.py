@@ -72,13 +72,9 @@ async def test_prompts_through_ranks_are_answered_as_by_one_process(group: Site)
 
 async def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Site, gates: Gates) -> None:
     (long, short) = prompts(4, 300, 20)
-
-    async def computing() -> bool:
-        return bool((await group.metrics(group.decode))["pdtransfer_leases"])
-
     with gates.closed("prefill"):
         asked = asyncio.ensure_future(group.complete(long))
-        await until(computing)
+        await group.until(group.decode, "pdtransfer_leases")
         asked.cancel()
     events = group.events(short, max_tokens=200)
     async for _ in events:
@@ -108,13 +104,9 @@ async def test_a_killed_rank_ends_its_worker_and_what_it_was_doing_with_its_name
 ) -> None:
     daemon = either.prefill if role == "prefill" else either.decode
     (text,) = prompts(5, 300)
-
-    async def busy() -> bool:
-        return bool((await either.metrics(daemon))["pdtransfer_rooms"])
-
     with gates.closed("prefill"):
         asked = asyncio.ensure_future(either.complete(text, max_tokens=200))
-        await until(busy)
+        await either.until(daemon, "pdtransfer_rooms")
         (pid,) = followers(daemon)
         os.kill(pid, signal.SIGKILL)
     answer = await asyncio.wait_for(asked, PATIENCE_S)
@@ -166,20 +158,12 @@ async def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(group: Site
 
 async def test_a_rank_that_is_asked_to_end_takes_its_worker_through_a_drain(two: Site, gates: Gates) -> None:
     (text,) = prompts(6, 200)
-
-    async def busy() -> bool:
-        return bool((await two.metrics(two.prefill))["pdtransfer_rooms"])
-
-    async def drains() -> bool:
-        workers = (await two.health(two.router))["workers"]
-        return any(worker["role"] == "prefill" and not worker["usable"] for worker in workers)
-
     with gates.closed("prefill"):
         asked = asyncio.ensure_future(two.complete(text))
-        await until(busy)
+        await two.until(two.prefill, "pdtransfer_rooms")
         (pid,) = followers(two.prefill)
         os.kill(pid, signal.SIGTERM)
-        await until(drains)
+        await two.leaves("prefill")
     answer = await asyncio.wait_for(asked, PATIENCE_S)
     assert equal(answer, generated(text, options=OPTIONS)), "what was under way has its end"
     assert await asyncio.wait_for(two.prefill.process.wait(), PATIENCE_S) == 0

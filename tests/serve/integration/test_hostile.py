@@ -400,13 +400,9 @@ async def test_slots_of_a_writer_that_holds_the_arena_stay_quarantined_until_it_
             assert end.room == room
             await router.peer.send(Ended(room))
             prefill.peer.incarnation = 0  # falls silent
-
-            async def quarantined() -> bool:
-                return bool((await site.metrics(site.decode))["pdtransfer_quarantined_bytes"])
-
-            await until(quarantined, "the slots are quarantined")
+            await site.until(site.decode, "pdtransfer_quarantined_bytes")
             await site.served()
-            assert await quarantined()
+            assert (await site.metrics(site.decode))["pdtransfer_quarantined_bytes"]
         finally:
             mapping.close()
     await site.settled()

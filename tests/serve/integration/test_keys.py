@@ -68,11 +68,7 @@ async def test_a_stranger_receives_nothing_and_is_counted(site: Site) -> None:
             hello = encode(Hello(1, 1, Identity("decode-0", "decode", 5, Ranks(), "reference-mla", b"w", 16)))
             with suppress(zmq.Again):  # it was refused by now
                 each.send(hello, zmq.NOBLOCK)
-
-        async def counted() -> bool:
-            return (await site.metrics(site.prefill))["pdtransfer_bus_strangers_total"] > before
-
-        await until(counted, "strangers are counted")
+        await site.until(site.prefill, "pdtransfer_bus_strangers_total", lambda count: count > before)
         assert not socket.poll(200)
         assert not bare.poll(0)
     finally:
@@ -92,19 +88,12 @@ def as_role(node: str, role: str) -> Callable[[str], str]:
 
 async def test_a_revoked_key_loses_its_sessions_at_a_hangup_and_comes_back_at_another(site: Site) -> None:
     await site.served()
-
-    async def sessions() -> float:
-        return (await site.metrics(site.prefill))["pdtransfer_sessions"]
-
-    async def expelled() -> bool:
-        return await sessions() == 0
-
-    assert await sessions() == 1
+    assert (await site.metrics(site.prefill))["pdtransfer_sessions"] == 1
     with site.listed(site.prefill, lambda _: "decode-0 is not a line"):
         await until(lambda: "the allow-list is unchanged" in site.log(site.prefill))
         await site.served()
     with site.listed(site.prefill, without("decode-0")):
-        await until(expelled, "the session of the revoked key is over")
+        await site.until(site.prefill, "pdtransfer_sessions", lambda sessions: not sessions)
         assert not await site.answers()
     await until(site.answers, "it is listed again")
     await site.settled()

@@ -177,11 +177,7 @@ async def test_a_client_that_does_not_read_its_stream_holds_up_nobody_and_misses
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
-
-    async def all_generated() -> bool:
-        return (await site.metrics(site.router))["pdtransfer_generated_tokens_total"] >= generated + tokens
-
-    await until(all_generated, "decode has done its part")
+    await site.until(site.router, "pdtransfer_generated_tokens_total", lambda count: count >= generated + tokens)
     await all_served(site, seed=4)
     # All of the others; what the slow one has not read may lie here, or in the kernel's buffers as a whole.
     assert (await site.metrics(site.router))["pdtransfer_requests_total"] >= answered + 8

@@ -9,7 +9,6 @@ import aiohttp
 import pytest
 
 from tests.support.fleets import ENGINE, Gates, Site, equal, fleet, generated, prompts
-from tests.support.waiting import until
 
 TOKENS = 32  # more than steps that pass the gate, one for each room that is admitted
 
@@ -31,7 +30,7 @@ async def _one_ends(first: Site, second: Site, gates: Gates, signal: str) -> Non
     with gates.closed("decode"):
         ending = [asyncio.create_task(_answered(first, each)) for each in theirs]
         kept = [asyncio.create_task(second.complete(each, max_tokens=TOKENS)) for each in ours]
-        await _held(second, len(ours) + len(theirs))
+        await second.until(second.decode, "pdtransfer_rooms", lambda rooms: rooms == len(ours) + len(theirs))
         if signal == "SIGTERM":
             first.router.process.terminate()
         else:
@@ -41,7 +40,8 @@ async def _one_ends(first: Site, second: Site, gates: Gates, signal: str) -> Non
     # A router that is asked to end lets its requests run to their end.
     assert [await each for each in ending] == [signal == "SIGTERM"] * len(theirs)
     assert equal(await second.complete(ours[0]), generated(ours[0]))
-    await _held(second, 0)  # the workers stop the rooms of a router that is silent
+    # The workers stop the rooms of a router that is silent.
+    await second.until(second.decode, "pdtransfer_rooms", lambda rooms: not rooms)
 
 
 async def _answered(site: Site, prompt: str) -> bool:
@@ -49,12 +49,3 @@ async def _answered(site: Site, prompt: str) -> bool:
         return (await site.complete(prompt, max_tokens=TOKENS)).status == 200
     except aiohttp.ClientError:
         return False
-
-
-async def _held(site: Site, count: int) -> None:
-    """Decode has this many rooms."""
-
-    async def now() -> bool:
-        return (await site.metrics(site.decode))["pdtransfer_rooms"] == count
-
-    await until(now)

@@ -85,7 +85,7 @@ class Follower(GroupFollower):
 
 
 async def met(leader: Leader, follower: Follower) -> RankMeet:
-    """What the leader's only follower is told once it has joined."""
+    """What the leader's only follower gets once it has joined."""
     joining = asyncio.ensure_future(follower.join())
     await leader.joined()
     leader.meet(TENSORS, SECRET)

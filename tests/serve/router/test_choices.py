@@ -251,8 +251,7 @@ async def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None
     for index, room in enumerate(completion.rooms):
         text = AnswerText(BytesText(), room.sampling, completion.stops, keep_stop=False)
         choices.append(Choice(client, news, partial(stopping, index), text, echo="", began_s=0.0))
-    form = AnswerForm(chat=True, request=1, model="m", created=0, text=BytesText(), logprobs=True)
-    answer = Answer(completion, form, choices, news, lambda: None)
+    answer = Answer(AnswerForm(replace(completion, chat=True), 1, 0, BytesText()), choices, news, lambda: None)
     for index, choice in enumerate(choices):
         choice.put([97] * count + [98], scores + Logprobs(-1.0).pack(), 0.0)
         if index or stop is None:

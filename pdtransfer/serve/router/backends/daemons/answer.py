@@ -14,7 +14,6 @@ from ...front.client_request import ClientRequest, spans_of
 from ...front.json_bodies import AnswerFailedError
 from ...front.text import TextCodec
 from .answers import LOGPROBS_INLINE_MAX, AnswerForm, EndedChoice, ScoredToken, TextPiece, usage_of
-from .completions import Completion
 from .router_effects import Fail, Finish, Retry
 
 
@@ -192,18 +191,14 @@ class Choice:
         """Ids that were not taken."""
         return len(self._ids)
 
-    def take(self, most: int) -> tuple[list[int], bytes]:
-        """Returns the next ids, and their logprobs."""
+    def advance(self, most: int) -> tuple[TextPiece | None, int]:
+        """Makes text of the next ids; None where it has nothing new. Returns how many ids they were, too."""
         count = min(most, len(self._ids))
+        if not count and (self.end is None or self.waiting):
+            return None, 0
         of_logprobs = count * (len(self._logprobs) // max(1, len(self._ids)))
-        taken = self._ids[:count], bytes(self._logprobs[:of_logprobs])
+        ids, logprobs = self._ids[:count], bytes(self._logprobs[:of_logprobs])
         del self._ids[:count], self._logprobs[:of_logprobs]
-        return taken
-
-    def advance(self, ids: list[int], logprobs: bytes) -> TextPiece | None:
-        """Makes text of what was taken; None where it has nothing new."""
-        if not ids and (self.end is None or self.waiting):
-            return None
         piece = self.text.feed(ids, logprobs)
         if self.text.stopped and self.end is None:
             self._stop()
@@ -215,7 +210,7 @@ class Choice:
             self.ended = EndedChoice(reason, self.text.tokens, finish.room)
         if self._echo:
             piece, self._echo = TextPiece(self._echo) + piece, ""
-        return piece
+        return piece, count
 
 
 def _seconds(end: End | None, field: str) -> float | None:
@@ -230,11 +225,8 @@ class Answer:
     status, length, events = 200, None, True
     headers: Mapping[str, str] = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
-    def __init__(
-        self, completion: Completion, form: AnswerForm, choices: list[Choice], news: asyncio.Event,
-        close: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._completion, self._form, self._choices, self._news, self._close = completion, form, choices, news, close
+    def __init__(self, form: AnswerForm, choices: list[Choice], news: asyncio.Event, close: Callable[[], None]) -> None:
+        self._form, self._choices, self._news, self._close = form, choices, news, close
         self._pieces: dict[int, TextPiece] = {}
         self._complete = False
 
@@ -257,9 +249,9 @@ class Answer:
                 continue
             if isinstance(choice.end, Fail):
                 raise AnswerFailedError(choice.end.detail, choice.end.cause, retry_ms=choice.end.retry_ms)
-            ids, logprobs = choice.take(left)
-            left -= len(ids)
-            if (piece := choice.advance(ids, logprobs)) is not None:
+            piece, count = choice.advance(left)
+            left -= count
+            if piece is not None:
                 pieces[index] = piece
             if choice.waiting and choice.ended is None:
                 self._news.set()
@@ -267,7 +259,8 @@ class Answer:
 
     @property
     def _usage(self) -> dict[str, object]:
-        return usage_of(self._completion.prompt_tokens, self.ended, self._completion.n)
+        completion = self._form.completion
+        return usage_of(completion.prompt_tokens, self.ended, completion.n)
 
     async def whole(self) -> bytes:
         """All of it. Raises AnswerFailedError."""
@@ -298,7 +291,7 @@ class Answer:
             choice.shown = True
         if len(self.ended) == len(self._choices):
             self._complete = True
-            if self._completion.include_usage:
+            if self._form.completion.include_usage:
                 events.append(self._form.usage_chunk(self._usage))
             events.append(b"[DONE]")
         return b"".join(b"data: " + event + b"\n\n" for event in events)

@@ -9,6 +9,7 @@ import msgspec
 
 from .....wire import End, Logprobs
 from ...front.text import TextCodec, token_name
+from .completions import Completion
 from .router_effects import RoomReport
 
 LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
@@ -48,27 +49,24 @@ class EndedChoice:
     room: RoomReport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AnswerForm:
     """What all objects of one answer have in common. `created` is Unix time in seconds."""
 
-    chat: bool
+    completion: Completion
     request: int
-    model: str
     created: int
     text: TextCodec
-    logprobs: bool
-    usage_follows: bool = False  # a stream whose last chunk is the usage
 
     def chunk(self, index: int, piece: TextPiece, *, first: bool, ended: EndedChoice | None = None) -> bytes:
         """One chunk of a stream; the last of a choice has its finish reason and the `pdtransfer` extension."""
         choice = {
             "index": index,
-            **({"delta": _delta(piece.text, first=first)} if self.chat else {"text": piece.text}),
+            **({"delta": _delta(piece.text, first=first)} if self.completion.chat else {"text": piece.text}),
             "logprobs": self._logprobs(piece.tokens),
             "finish_reason": None if ended is None else ended.finish_reason,
         }
-        more: dict[str, object] = {"usage": None} if self.usage_follows else {}
+        more: dict[str, object] = {"usage": None} if self.completion.include_usage else {}
         if ended is not None:
             more["pdtransfer"] = extension(ended.room)
         return self._object([choice], chunk=True, more=more)
@@ -82,7 +80,7 @@ class AnswerForm:
         choices = [
             {
                 "index": index,
-                **({"message": _message(text.text)} if self.chat else {"text": text.text}),
+                **({"message": _message(text.text)} if self.completion.chat else {"text": text.text}),
                 "logprobs": self._logprobs(text.tokens),
                 "finish_reason": choice.finish_reason,
             }
@@ -93,22 +91,22 @@ class AnswerForm:
         return self._object(choices, chunk=False, more=more)
 
     def _object(self, choices: Sequence[object], *, chunk: bool, more: Mapping[str, object]) -> bytes:
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.completion.chat else "text_completion"
         return msgspec.json.encode(
             {
-                "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.request:016x}",
+                "id": f"{'chatcmpl' if self.completion.chat else 'cmpl'}-{self.request:016x}",
                 "object": kind,
                 "created": self.created,
-                "model": self.model,
+                "model": self.completion.model or "",
                 "choices": choices,
                 **more,
             }
         )
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, object] | None:
-        if not self.logprobs:
+        if not self.completion.rooms[0].sampling.logprobs:
             return None
-        if self.chat:
+        if self.completion.chat:
             # Written one by one: one call for all would hold the interpreter's lock for as long.
             content = [msgspec.Raw(msgspec.json.encode(self._scored(token))) for token in tokens]
             return {"content": content, "refusal": None}

@@ -295,16 +295,8 @@ class Daemons:
             client.rooms.append(room_id)
             self._perform(effects)
             of.prompt_tokens.inc(len(room.prompt) // 4)
-        form = AnswerForm(
-            chat=request.chat,
-            request=next(iter(choices)),
-            model=request.model or "",
-            created=int(time.time()),
-            text=self.text,
-            logprobs=request.rooms[0].sampling.logprobs,
-            usage_follows=request.include_usage,
-        )
-        return Answer(request, form, list(choices.values()), news, lambda: self._end(choices, request))
+        form = AnswerForm(request, next(iter(choices)), int(time.time()), self.text)
+        return Answer(form, list(choices.values()), news, lambda: self._end(choices, request))
 
     def _stop(self, request: int) -> None:
         """A stop string was met."""

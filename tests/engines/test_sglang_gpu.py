@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
+from tests.engines.pcie import PcieReads, UnsupportedError
 from tests.engines.sglang_requests import mixed_requests
-from tests.support.pcie import PcieReads, UnsupportedError
 from tests.support.sglang_engine import DEVICE, ENVIRONMENT, PYTHON, RefusedError, SglangPair, SglangServer
 from tests.support.vllm_engine import Checkpoints
 

@@ -234,7 +234,7 @@ def test_engines_beside_such_with_decode_context_parallelism_hand_over_among_the
         (
             "deepseek_v3",
             (16, 64),
-            {"attention_config": {"backend": "CPU_MLA"}, "stand_in": "tests.support.vllm_latents"},
+            {"attention_config": {"backend": "CPU_MLA"}, "stand_in": "tests.engines.vllm_latents"},
         ),
         pytest.param("qwen3_moe", (32, 128), {}, marks=pytest.mark.full),
     ],

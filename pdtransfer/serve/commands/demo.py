@@ -417,30 +417,30 @@ def succeeded(report: dict[str, Any]) -> bool:
 
 def show(answers: Sequence[DemoAnswer], report: dict[str, Any], *, speaks: bool = False) -> None:
     """Prints the table of answers and the summary; and the prompts and texts where a model answers in words."""
+    console = Console(width=None if sys.stdout.isatty() else 120 if speaks else 100)
+    every = ("cached", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical")
+    names = every if not speaks or console.width >= 100 else ("KV bytes", "hand-off", "tokens", "identical")
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("prompt, and answer" if speaks else "prompt", justify="left" if speaks else "right")
-    for name in ("cached", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
+    for name in names:
         table.add_column(name, justify="right", no_wrap=name != "identical")
     for answer in sorted(answers, key=lambda answer: answer.prompt_tokens):
-        facts = answer.facts
         prompt_text = f"{answer.prompt_tokens:,} B"
         if speaks:
             prompt_text = f"{escape(answer.prompt)}\n[dim]{escape(' '.join(answer.text.split()))}"
-        if answer.error:
-            table.add_row(prompt_text, "", "", "", "", "", "", f"[red]failed: {escape(answer.error)}")
-            continue
-        handoff_us, copy_us = facts.get("handoff_us"), facts["copy_us"]
-        table.add_row(
-            prompt_text,
-            f"{answer.cached:,}" if answer.cached else "-",
-            f"{facts['kv_bytes']:,}",
-            f"{facts['kv_bytes'] / copy_us / 1e3:.2f}" if copy_us else "-",
-            f"{handoff_us / 1e3:.2f} ms" if handoff_us is not None else "-",
-            str(answer.tokens),
-            f"{answer.seconds:.2f} s",
-            "[green]yes" if answer.identical else "[red]NO",
-        )
-    console = Console(width=None if sys.stdout.isatty() else 120 if speaks else 100)
+        cells = {"identical": f"[red]failed: {escape(answer.error)}"}
+        if not answer.error:
+            handoff_us, copy_us, kv_bytes = (answer.facts.get(name) for name in ("handoff_us", "copy_us", "kv_bytes"))
+            cells = {
+                "cached": f"{answer.cached:,}" if answer.cached else "-",
+                "KV bytes": f"{kv_bytes:,}",
+                "GB/s": f"{kv_bytes / copy_us / 1e3:.2f}" if copy_us else "-",
+                "hand-off": f"{handoff_us / 1e3:.2f} ms" if handoff_us is not None else "-",
+                "tokens": str(answer.tokens),
+                "total": f"{answer.seconds:.2f} s",
+                "identical": "[green]yes" if answer.identical else "[red]NO",
+            }
+        table.add_row(prompt_text, *(cells.get(name, "") for name in names))
     console.print(table)
     leaked = "slots not counted" if report["slots_leaked"] is None else f"{report['slots_leaked']} slots leaked"
     verified, color = "", "green" if succeeded(report) else "red"

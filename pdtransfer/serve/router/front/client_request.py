@@ -75,11 +75,6 @@ class ClientRequest:
             continues_trace=theirs is not None, refused=refused,
         )  # fmt: skip
 
-    def check(self) -> None:
-        """Raises RefusedRequestError for what `accept` has found."""
-        if self.refused is not None:
-            raise self.refused
-
     @property
     def traceparent(self) -> str:
         """What those who work for this request get as theirs; empty for none."""

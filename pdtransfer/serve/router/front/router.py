@@ -146,7 +146,8 @@ class Router:
 
     async def _answer(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
         """Reads a request, and answers it. Raises what `_generate` answers, and what writing raises."""
-        client.check()
+        if client.refused is not None:
+            raise client.refused
         if self.open_requests.draining:
             retry_ms = self._config.limits.resend_ms_max
             raise AnswerFailedError("the router is draining", Cause.SHUTDOWN, retry_ms=retry_ms)

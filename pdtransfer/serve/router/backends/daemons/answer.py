@@ -13,7 +13,7 @@ from ....tracing.ended_request import EndedRequest
 from ...front.client_request import ClientRequest, spans_of
 from ...front.json_bodies import AnswerFailedError
 from ...front.text import TextCodec
-from .answers import LOGPROBS_INLINE_MAX, AnswerForm, EndedChoice, ScoredToken, TextPiece, usage_of
+from .answers import LOGPROBS_INLINE_MAX, AnswerForm, EndedChoice, ScoredToken, TextPiece
 from .router_effects import Fail, Finish, Retry
 
 
@@ -257,11 +257,6 @@ class Answer:
                 self._news.set()
         return pieces
 
-    @property
-    def _usage(self) -> dict[str, object]:
-        completion = self._form.completion
-        return usage_of(completion.prompt_tokens, self.ended, completion.n)
-
     async def whole(self) -> bytes:
         """All of it. Raises AnswerFailedError."""
         pieces: list[list[TextPiece]] = [[] for _ in self._choices]
@@ -270,8 +265,8 @@ class Answer:
                 pieces[index].append(piece)
         texts = [TextPiece.joined(choice) for choice in pieces]
         if sum(len(text.tokens) for text in texts) <= LOGPROBS_INLINE_MAX:
-            return self._form.whole(texts, self.ended, self._usage)
-        return await asyncio.to_thread(self._form.whole, texts, self.ended, self._usage)
+            return self._form.whole(texts, self.ended)
+        return await asyncio.to_thread(self._form.whole, texts, self.ended)
 
     async def begin(self) -> None:
         """Waits for the first pieces. Raises AnswerFailedError: nothing was sent yet, so a status can report it."""
@@ -292,7 +287,7 @@ class Answer:
         if len(self.ended) == len(self._choices):
             self._complete = True
             if self._form.completion.include_usage:
-                events.append(self._form.usage_chunk(self._usage))
+                events.append(self._form.usage_chunk(self.ended))
             events.append(b"[DONE]")
         return b"".join(b"data: " + event + b"\n\n" for event in events)
 

@@ -71,11 +71,24 @@ class AnswerForm:
             more["pdtransfer"] = extension(ended.room)
         return self._object([choice], chunk=True, more=more)
 
-    def usage_chunk(self, usage: dict[str, object]) -> bytes:
+    def usage_chunk(self, ended: Sequence[EndedChoice]) -> bytes:
         """The usage alone, which ends a stream where it was asked for."""
-        return self._object([], chunk=True, more={"usage": usage})
+        return self._object([], chunk=True, more={"usage": self._usage(ended)})
 
-    def whole(self, texts: Sequence[TextPiece], ended: Sequence[EndedChoice], usage: dict[str, object]) -> bytes:
+    def _usage(self, ended: Sequence[EndedChoice]) -> dict[str, object]:
+        """OpenAI's usage. Cached tokens are those of the first choice of each prompt, and missing where a stop string
+        ended one of these, since decode reports them at its own end, or where one was resumed."""
+        prompt_tokens, completion_tokens = self.completion.prompt_tokens, sum(choice.tokens for choice in ended)
+        ends = [None if choice.room.resumptions else choice.room.decode for choice in ended[:: self.completion.n]]
+        prefixes = [room.prefix for room in ends if room is not None]
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(prefixes)} if len(prefixes) == len(ends) else None,
+        }
+
+    def whole(self, texts: Sequence[TextPiece], ended: Sequence[EndedChoice]) -> bytes:
         """The answer in one object. `pdtransfer` is one extension, or a list where there are several choices."""
         choices = [
             {
@@ -87,7 +100,7 @@ class AnswerForm:
             for index, (text, choice) in enumerate(zip(texts, ended, strict=True))
         ]
         extensions = [extension(choice.room) for choice in ended]
-        more = {"usage": usage, "pdtransfer": extensions if len(extensions) > 1 else extensions[0]}
+        more = {"usage": self._usage(ended), "pdtransfer": extensions if len(extensions) > 1 else extensions[0]}
         return self._object(choices, chunk=False, more=more)
 
     def _object(self, choices: Sequence[object], *, chunk: bool, more: Mapping[str, object]) -> bytes:
@@ -139,21 +152,6 @@ def _delta(text: str, *, first: bool) -> dict[str, object]:
 
 def _message(text: str) -> dict[str, object]:
     return {"role": "assistant", "content": text, "refusal": None}
-
-
-def usage_of(prompt_tokens: int, choices: Sequence[EndedChoice], n: int) -> dict[str, object]:
-    """OpenAI's usage. Cached tokens are those of the first choice of each prompt, and missing where a stop string ended
-    one of these, since decode reports them at its own end, or where one was resumed."""
-    completion_tokens = sum(choice.tokens for choice in choices)
-    ends = [None if choice.room.resumptions else choice.room.decode for choice in choices[::n]]
-    prefixes = [room.prefix for room in ends if room is not None]
-    details = {"cached_tokens": sum(prefixes)} if len(prefixes) == len(ends) else None
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": details,
-    }
 
 
 def extension(room: RoomReport) -> dict[str, object]:

@@ -195,8 +195,8 @@ class PrefillPlayer(Player):
         self, room: int, tokens: int | None = 8, time_left_s: float = 60.0, grants: int | None = 1,
         only: tuple[str, ...] | None = None,
     ) -> list[Any]:  # fmt: skip
-        options = {"tokens": tokens, "deadline": self.end.now + time_left_s, "grants": grants, "peers": only}
-        return self.end.open(room, **options)
+        options = {"tokens": tokens, "deadline": self.end.now + time_left_s, "peers": only}
+        return self.end.open(room, **options | ({} if grants == 1 else {"grants": grants}))
 
     def do_push(self, room: int, tokens: int = 8, component: str = "", **changes: Any) -> list[Any]:
         """A cell of all its rows and layers for each component, or the one that is named."""

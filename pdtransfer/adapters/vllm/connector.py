@@ -138,29 +138,25 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         indices = sparse_indices(self._kv_cache_config)
         facts = dialect.facts_of(self._vllm_config, kv)
         of_blocks = dialect.facts_of_blocks(self._vllm_config, kv, self._groups, indices)
-        rows, kinds = dialect.rows_of(self._settings.rows, self._vllm_config, kv, self._groups)
+        described_as = partial(
+            pools, kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, host_blocks=self._host_blocks,
+            heads=dialect.heads_of(self._vllm_config, ranks), states=states, indices=indices,
+            totals=dialect.head_totals(self._vllm_config, self._kv_cache_config),
+            late=drafter_layers(self._vllm_config, kv_caches),
+        )  # fmt: skip
 
         def components(locate: Locate) -> Pools:
-            one = partial(
-                pools, kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, locate=locate,
-                heads=dialect.heads_of(self._vllm_config, ranks), host_blocks=self._host_blocks, states=states,
-                totals=dialect.head_totals(self._vllm_config, self._kv_cache_config), indices=indices,
-                late=drafter_layers(self._vllm_config, kv_caches),
-            )  # fmt: skip
+            by_row = described_as(kinds=kinds, locate=locate)
             if rows != "auto":
-                return one(kinds=kinds)
-            return one().or_tokens(one(kinds=kinds), weights_digest(of_blocks).hex()[:16])
+                return by_row
+            return described_as(locate=locate).or_tokens(by_row, weights_digest(of_blocks).hex()[:16])
 
         settings, base = self._settings, self._memory.base(extent)
         target = self._memory.target(extent, host_buffer_gib=settings.host_buffer_gib) if self._receives else None
         # What is sent is described from where writers map it, and what is received from where it lands.
         locate: Locate = target.locate if target is not None and not self._sends else lambda _: (base, "dram")
-        if rows == "auto":
-            try:
-                components(locate)
-            except ConfigError as error:  # of the tokens, or of the blocks too, as raised below
-                log.info("blocks of another size are not supported: %s", error)
-                rows, kinds = "blocks", None
+        tokens_as = partial(described_as, locate=locate)
+        rows, kinds = dialect.rows_of(settings.rows, self._vllm_config, kv, self._groups, tokens_as)
         if rows == "tokens":
             facts, of_blocks = dialect.facts_of_model(self._vllm_config, kv), {}
         elif rows == "blocks":

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ log = init_logger(f"vllm.{__name__}")
 
 HAS = capabilities("vLLM", VLLM_SINCE, vllm.__version__)
 
+Groups = list[tuple[KVGroup, list[str]]]  # those whose KV is transferred, each with its layers' names
+Views = dict[str, Any]  # the caches of layers, by name
+
 
 def join_logs() -> None:
     """What this package logs goes where vLLM's own lines go."""
@@ -46,10 +50,10 @@ def prefill_context_rank(vllm_config: Any) -> int:
     return get_pcp_group().rank_in_group
 
 
-def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> list[tuple[KVGroup, list[str]]]:
+def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> Groups:
     """The groups whose KV is transferred, each with its layers' names; `dcp_sizes` as kinds.dcp_sizes_of has them.
     Raises ConfigError for a group that cannot be transferred."""
-    groups: list[tuple[KVGroup, list[str]]] = []
+    groups: Groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
             continue
@@ -124,7 +128,7 @@ def number_of(vllm_config: Any, ranks: Ranks) -> int:
     return engine * ranks.tp_size * ranks.pp_size + ranks.pp_rank * ranks.tp_size + ranks.tp_rank
 
 
-def facts_of(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
+def facts_of(vllm_config: Any, views: Views) -> dict[str, Any]:
     """The settings that must be equal for two engines to produce compatible KV."""
     model = vllm_config.model_config
     return {
@@ -137,9 +141,7 @@ def facts_of(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def facts_of_blocks(
-    vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]], indices: frozenset[str]
-) -> dict[str, Any]:
+def facts_of_blocks(vllm_config: Any, views: Views, groups: Groups, indices: frozenset[str]) -> dict[str, Any]:
     """All that makes blocks of these tokens the same bytes, whatever the engines' tensor parallel sizes."""
     stripes = max(group.stripes for group, _ in groups)
     return {
@@ -157,7 +159,7 @@ def facts_of_blocks(
     }
 
 
-def states_of(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]]) -> dict[str, list[StatePart]]:
+def states_of(kv_cache_config: Any, groups: Groups) -> dict[str, list[StatePart]]:
     """The parts of each layer's page of states, by the layer's name."""
     specs = specs_of(kv_cache_config)
     return {name: _parts(specs[name]) for group, names in groups if group.state for name in names}
@@ -173,7 +175,7 @@ def _parts(spec: Any) -> list[StatePart]:
     return parts_of(spec.mamba_type.name, spec.shapes, items, channels_first=first, drafts=drafts)
 
 
-def states_fact(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], tp_size: int) -> dict[str, str]:
+def states_fact(kv_cache_config: Any, groups: Groups, tp_size: int) -> dict[str, str]:
     """The fact that says what states the groups have; none of a model without states."""
     parts = states_of(kv_cache_config, groups)
     texts = [
@@ -187,7 +189,7 @@ def states_fact(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], t
     return {"states": ", ".join(texts)} if texts else {}
 
 
-def scales_fact(vllm_config: Any, views: dict[str, Any], ranks: Ranks) -> dict[str, str]:
+def scales_fact(vllm_config: Any, views: Views, ranks: Ranks) -> dict[str, str]:
     """As kv_scales.scales_fact. All ranks of the engine call it."""
     scales = kv_scales.scales_of(vllm_config.compilation_config.static_forward_context, views)
     stages: list[Any] = [scales] * ranks.pp_size
@@ -196,13 +198,13 @@ def scales_fact(vllm_config: Any, views: dict[str, Any], ranks: Ranks) -> dict[s
     return kv_scales.scales_fact(stages, tp_size=ranks.tp_size)
 
 
-def kv_views(views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> dict[str, Any]:
+def kv_views(views: Views, groups: Groups) -> dict[str, Any]:
     """Those that hold KV and no states, as far as there are any."""
     states = {name for group, names in groups if group.state for name in names}
     return {name: view for name, view in views.items() if name not in states} or views
 
 
-def facts_of_model(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
+def facts_of_model(vllm_config: Any, views: Views) -> dict[str, Any]:
     """All that makes two caches the same numbers for the same tokens, in whatever engine."""
     model = vllm_config.model_config
     facts = model_facts(
@@ -211,7 +213,7 @@ def facts_of_model(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
     return facts | speculation(vllm_config)
 
 
-def shown_facts(vllm_config: Any, views: dict[str, Any], facts: dict[str, Any], rows: str) -> dict[str, str]:
+def shown_facts(vllm_config: Any, views: Views, facts: dict[str, Any], rows: str) -> dict[str, str]:
     """Facts by the names that peers see where one differs; those of the model in any case, since a digest of its
     configuration explains nothing."""
     of_model = facts_of_model(vllm_config, views)
@@ -234,13 +236,13 @@ def served_name(vllm_config: Any) -> str:
 
 
 def rows_of(
-    wanted: str, vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]
+    wanted: str, vllm_config: Any, views: Views, groups: Groups, described_as: Callable[..., object]
 ) -> tuple[str, dict[str, Kinds] | None]:
     """What is transferred where the settings want "auto", "blocks" or "tokens", and where the tokens of each layer are.
 
     "auto" becomes "blocks" on GPUs, with several groups, a window or decode context parallelism, and where it is not
-    known how blocks hold tokens, or these are too many planes: those of the whole model and its drafter, so that its
-    ranks decide alike whatever their number and their layers.
+    known how blocks hold tokens, or `described_as` refuses these `kinds`, or they are too many planes: those of the
+    whole model and its drafter, so that its ranks decide alike whatever their number and their layers.
     """
     striped = any(group.stripes > 1 for group, _ in groups)
     if wanted == "tokens":
@@ -253,25 +255,25 @@ def rows_of(
         return "blocks", None
     try:
         kinds = kinds_of(vllm_config, views)
+        if not token_rows.too_many_planes(kinds.values(), layers_with_kv(vllm_config)):
+            described_as(kinds=kinds)
+            return wanted, kinds
     except (ConfigError, RuntimeError, TypeError) as error:  # the latter two: of an attention backend that is not known
         log.info("blocks of another size are not supported: %s", error)
-        return "blocks", None
-    if token_rows.too_many_planes(kinds.values(), layers_with_kv(vllm_config)):
-        return "blocks", None
-    return wanted, kinds
+    return "blocks", None
 
 
-def kinds_of(vllm_config: Any, views: dict[str, Any]) -> dict[str, Kinds]:
+def kinds_of(vllm_config: Any, views: Views) -> dict[str, Kinds]:
     """Where the numbers of tokens are in each layer's cache. Raises ConfigError where that is not known."""
     layers = vllm_config.compilation_config.static_forward_context
     return {name: token_rows.kinds_of(name, layers.get(name), view) for name, view in views.items()}
 
 
-def _cache_dtype(views: dict[str, Any]) -> str:
+def _cache_dtype(views: Views) -> str:
     return "/".join(sorted({dtype_name(view.dtype) for view in views.values()}))
 
 
-def _backends(vllm_config: Any, views: dict[str, Any]) -> list[str]:
+def _backends(vllm_config: Any, views: Views) -> list[str]:
     layers = vllm_config.compilation_config.static_forward_context
     attention_layers = [layers[name] for name in views if hasattr(layers.get(name), "get_attn_backend")]
     return sorted({layer.get_attn_backend().get_name() for layer in attention_layers})

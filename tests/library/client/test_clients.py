@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +24,13 @@ from pdtransfer.bus import bus as bus_module
 from pdtransfer.bus.keys import AllowList
 from pdtransfer.client import clients as client_module
 from pdtransfer.client import decode_node, prefill_node, thread_queues
-from pdtransfer.client.aio import AsyncDecode, AsyncPrefill
+from pdtransfer.client.aio import AsyncPrefill
 from pdtransfer.client.clients import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
 from pdtransfer.handoff.effects import RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.limits import AUX_BYTES_MAX, TOKENS_MAX
 from pdtransfer.transports.options import WriterOptions
+from tests.library.client.async_pair import AsyncPair, started
 from tests.library.client.copy_gate import Gate
 from tests.support.bus_peers import pair as keys
 from tests.support.client_pair import Expected, Late, Pair, client_pair, component, settings, slots_of_pages
@@ -819,109 +820,82 @@ def test_a_prefill_that_comes_back_under_its_endpoint_is_served_again(pair: Pair
 # asyncio
 
 
-@dataclass
-class Twins:
-    """Clients that were not started, and what they work on."""
+async def test_hands_are_ready_landed_and_drained(it: AsyncPair) -> None:
+    pair, expected = it.pair, Expected(it.pair.target)
 
-    pair: Pair
+    async def move(room: int, tokens: int) -> None:
+        hand = it.decode.expect(room, tokens=tokens, sources=[it.prefill.client.endpoint], prefix=2)
+        opened, pages = it.prefill.open(room, tokens=tokens), pair.pages(room, tokens)
+        opened.push(pages, rows=(0, tokens))
+        event = await opened.finish(aux=b"first")
+        assert event.kv_bytes == (tokens - 2) * pair.source.layout.row_bytes
+        ready = await hand.ready()
+        assert ready is await hand.ready()
+        assert ready.aux == b"first"
+        expected.land(slots_of_pages(pages, 16, tokens)[2:], ready.slots["kv"][2:])
+        hand.release()
 
-    @property
-    def prefill(self) -> AsyncPrefill:
-        return AsyncPrefill(self.pair.prefill)
-
-    @property
-    def decode(self) -> AsyncDecode:
-        return AsyncDecode(self.pair.decode)
-
-
-@pytest.fixture
-def twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twins]:
-    for each in (PrefillClient, DecodeClient):
-        monkeypatch.setattr(each, "__enter__", lambda self: self)
-    with client_pair() as made:
-        yield Twins(made)
+    for room in range(1, 4):
+        await move(room, 10 * room)
+    assert expected.holds(pair.arena)
+    await asyncio.gather(*(move(room, 20) for room in range(10, 40)))
 
 
-async def test_hands_are_ready_landed_and_drained(twins: Twins) -> None:
-    pair, expected = twins.pair, Expected(twins.pair.target)
-    async with twins.prefill as prefill, twins.decode as decode:
-
-        async def move(room: int, tokens: int) -> None:
-            hand = decode.expect(room, tokens=tokens, sources=[prefill.client.endpoint], prefix=2)
-            opened, pages = prefill.open(room, tokens=tokens), pair.pages(room, tokens)
-            opened.push(pages, rows=(0, tokens))
-            event = await opened.finish(aux=b"first")
-            assert event.kv_bytes == (tokens - 2) * pair.source.layout.row_bytes
-            ready = await hand.ready()
-            assert ready is await hand.ready()
-            assert ready.aux == b"first"
-            expected.land(slots_of_pages(pages, 16, tokens)[2:], ready.slots["kv"][2:])
-            hand.release()
-
-        for room in range(1, 4):
-            await move(room, 10 * room)
-        assert expected.holds(pair.arena)
-        await asyncio.gather(*(move(room, 20) for room in range(10, 40)))
+async def test_a_failed_room_raises_its_root_cause_on_both_sides(it: AsyncPair) -> None:
+    hand = it.decode.expect(7, tokens=40, sources=[it.prefill.client.endpoint])
+    opened = it.prefill.open(7, tokens=40)
+    opened.push([0, 1, 2], rows=(0, 40))
+    opened.push([0, 1, 2], rows=(0, 40))
+    with pytest.raises(RoomFailedError, match="offered already") as caught:
+        await opened.finish()
+    assert (caught.value.room, caught.value.cause) == (7, Cause.REFUSED)
+    with pytest.raises(RoomFailedError, match="offered already") as caught:
+        await hand.ready()
+    assert (caught.value.room, caught.value.cause) == (7, Cause.REFUSED)
 
 
-async def test_a_failed_room_raises_its_root_cause_on_both_sides(twins: Twins) -> None:
-    async with twins.prefill as prefill, twins.decode as decode:
-        hand = decode.expect(7, tokens=40, sources=[prefill.client.endpoint])
-        opened = prefill.open(7, tokens=40)
+async def test_abort_returns_when_the_pages_are_safe(gate: Gate, it: AsyncPair) -> None:
+    hand = it.decode.expect(7, tokens=40, sources=[it.prefill.client.endpoint])
+    opened = it.prefill.open(7, tokens=40)
+    opened.push([0, 1, 2], rows=(0, 40))
+    assert await asyncio.to_thread(gate.entered.wait, 60)
+    aborted = asyncio.ensure_future(opened.abort())
+    with pytest.raises(RoomFailedError):
+        await hand.ready()
+    await asyncio.sleep(0.1)
+    assert not aborted.done()
+    gate.opened.set()
+    await aborted
+
+
+async def test_who_stops_waiting_harms_nobody_else(it: AsyncPair) -> None:
+    hands = [it.decode.expect(room, tokens=40, sources=[it.prefill.client.endpoint]) for room in (1, 2)]
+    rooms = [it.prefill.open(room, tokens=40) for room in (1, 2)]
+    for waits in (hands[0].ready(), rooms[0].landed(), rooms[0].drained()):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(waits, 0.05)
+    for opened in rooms:
         opened.push([0, 1, 2], rows=(0, 40))
-        opened.push([0, 1, 2], rows=(0, 40))
-        with pytest.raises(RoomFailedError, match="offered already") as caught:
-            await opened.finish()
-        assert (caught.value.room, caught.value.cause) == (7, Cause.REFUSED)
-        with pytest.raises(RoomFailedError, match="offered already") as caught:
-            await hand.ready()
-        assert (caught.value.room, caught.value.cause) == (7, Cause.REFUSED)
+        opened.client.finish(opened.room)
+    assert [(await hand.ready()).room for hand in hands] == [1, 2]
+    await rooms[0].landed()
+    await rooms[0].drained()
+    await rooms[1].drained()
 
 
-async def test_abort_returns_when_the_pages_are_safe(gate: Gate, twins: Twins) -> None:
-    async with twins.prefill as prefill, twins.decode as decode:
-        hand = decode.expect(7, tokens=40, sources=[prefill.client.endpoint])
-        opened = prefill.open(7, tokens=40)
-        opened.push([0, 1, 2], rows=(0, 40))
-        assert await asyncio.to_thread(gate.entered.wait, 60)
-        aborted = asyncio.ensure_future(opened.abort())
-        with pytest.raises(RoomFailedError):
-            await hand.ready()
-        await asyncio.sleep(0.1)
-        assert not aborted.done()
-        gate.opened.set()
-        await aborted
-
-
-async def test_who_stops_waiting_harms_nobody_else(twins: Twins) -> None:
-    async with twins.prefill as prefill, twins.decode as decode:
-        hands = [decode.expect(room, tokens=40, sources=[prefill.client.endpoint]) for room in (1, 2)]
-        rooms = [prefill.open(room, tokens=40) for room in (1, 2)]
-        for waits in (hands[0].ready(), rooms[0].landed(), rooms[0].drained()):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(waits, 0.05)
-        for opened in rooms:
-            opened.push([0, 1, 2], rows=(0, 40))
-            opened.client.finish(opened.room)
-        assert [(await hand.ready()).room for hand in hands] == [1, 2]
-        await rooms[0].landed()
-        await rooms[0].drained()
-        await rooms[1].drained()
-
-
-async def test_leaving_the_context_ends_every_wait(twins: Twins) -> None:
-    decode, prefill = twins.decode, twins.prefill
-    async with prefill, decode:
-        hand = decode.expect(1, tokens=40, sources=[prefill.client.endpoint])
-        opened = prefill.open(2, tokens=40)
-        finish = asyncio.ensure_future(opened.finish())
-        await asyncio.sleep(0)
-    for waits in (hand.ready(), finish):
-        with pytest.raises(RoomFailedError) as caught:
-            await waits
-        assert caught.value.cause is Cause.SHUTDOWN
-    with pytest.raises(LocalProtocolError, match="closed"):
-        decode.expect(3, tokens=40, sources=["tcp://127.0.0.1:1"])
+async def test_leaving_the_context_ends_every_wait() -> None:
+    with client_pair(start=False) as pair:
+        async with started(pair) as it:
+            hand = it.decode.expect(1, tokens=40, sources=[it.prefill.client.endpoint])
+            opened = it.prefill.open(2, tokens=40)
+            finish = asyncio.ensure_future(opened.finish())
+            await asyncio.sleep(0)
+        for waits in (hand.ready(), finish):
+            with pytest.raises(RoomFailedError) as caught:
+                await waits
+            assert caught.value.cause is Cause.SHUTDOWN
+        with pytest.raises(LocalProtocolError, match="closed"):
+            it.decode.expect(3, tokens=40, sources=["tcp://127.0.0.1:1"])
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from pdtransfer.client import labels
-from pdtransfer.client.aio import AsyncDecode, AsyncPrefill
 from pdtransfer.client.clients import KVPoll
 from pdtransfer.client.labels import room_id, weights_digest
 from pdtransfer.client.thread_queues import ThreadQueues
@@ -23,6 +22,7 @@ from pdtransfer.handoff.decode.room_request import chosen_rows
 from pdtransfer.handoff.effects import RoomAsked, RoomDrained, RoomFailed, RoomLeased, RoomReady
 from pdtransfer.handoff.slot_allocator import SlotAllocator, aliases, extents_of, slots_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
+from tests.library.client.async_pair import AsyncPair
 from tests.library.client.copy_gate import Gate
 from tests.support.client_pair import Expected, Late, Pair, client_pair, slots_of_pages
 
@@ -265,19 +265,17 @@ def asked(room: int, pair: Pair) -> dict[str, Any]:
     return {"tokens": TOKENS, "sources": [pair.prefill.endpoint], "slots": {"kv": slots}}
 
 
-async def test_asyncio_waits_for_ready_and_for_drained() -> None:
-    with client_pair(decode_options={"engine_slots": True}, start=False) as pair:
-        async with AsyncPrefill(pair.prefill) as prefill, AsyncDecode(pair.decode) as decode:
-            lands, fails = decode.expect(1, **asked(1, pair)), decode.expect(2, **asked(2, pair))
-            room = prefill.open(1, tokens=TOKENS)
-            room.push(pair.pages(1, TOKENS), rows=(0, TOKENS))
-            await room.finish()
-            assert (await lands.ready()).room == 1
-            await lands.drained()
-            fails.abort()
-            with pytest.raises(RoomFailedError):
-                await fails.ready()
-            await fails.drained()
+async def test_asyncio_waits_for_ready_and_for_drained(it: AsyncPair) -> None:
+    lands, fails = it.decode.expect(1, **asked(1, it.pair)), it.decode.expect(2, **asked(2, it.pair))
+    room = it.prefill.open(1, tokens=TOKENS)
+    room.push(it.pair.pages(1, TOKENS), rows=(0, TOKENS))
+    await room.finish()
+    assert (await lands.ready()).room == 1
+    await lands.drained()
+    fails.abort()
+    with pytest.raises(RoomFailedError):
+        await fails.ready()
+    await fails.drained()
 
 
 CLOSES_LATE = """

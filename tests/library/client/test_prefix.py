@@ -6,12 +6,10 @@ import asyncio
 
 import numpy as np
 import pytest
-import uvloop
 
-from pdtransfer.client.aio import AsyncDecode
-from pdtransfer.client.clients import DecodeClient
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.handoff.effects import RoomReady
+from tests.library.client.async_pair import AsyncPair
 from tests.support.client_pair import Expected, Pair, client_pair, slots_of_pages
 
 BLOCK = 64
@@ -90,33 +88,10 @@ def test_a_prompt_that_is_none_is_refused_and_its_label_stays_free(pair: Pair, p
     room(pair, 1, PROMPT)
 
 
-def test_a_coroutine_shares_prompts_too(pair: Pair) -> None:
-    async def case() -> list[int]:
-        found = []
-        async with AsyncDecode(_Started(pair.decode)) as decode:  # type: ignore[arg-type]
-            for number in (1, 2):
-                hand = decode.expect(
-                    number, tokens=150, sources=[pair.prefill.endpoint], prompt=PROMPT, salt=b"s", time_left_s=20.0
-                )
-                pair.send(number, 150)
-                found.append((await asyncio.wait_for(hand.ready(), 20)).prefix)
-                hand.release()
-        return found
-
-    assert uvloop.run(case()) == [0, 128]
-
-
-class _Started:
-    """A client that is running already, whose end its own context sees to."""
-
-    def __init__(self, client: DecodeClient) -> None:
-        self._client = client
-
-    def start(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._client, name)
+async def test_a_coroutine_shares_prompts_too(it: AsyncPair) -> None:
+    for number, prefix in ((1, 0), (2, 128)):
+        sources = [it.prefill.client.endpoint]
+        hand = it.decode.expect(number, tokens=150, sources=sources, prompt=PROMPT, salt=b"s", time_left_s=20.0)
+        it.pair.send(number, 150)
+        assert (await asyncio.wait_for(hand.ready(), 20)).prefix == prefix
+        hand.release()

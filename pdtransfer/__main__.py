@@ -21,15 +21,15 @@ def main() -> int:
 
         with without_collection():
             from .serve.commands.cli import main
+        return main()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except ModuleNotFoundError as error:  # installed for an engine's clients alone
-        missing = missing_extra(error)
+    except ImportError as error:  # installed for an engine's clients alone; of a command's module the cause tells it
+        missing = missing_extra(error.__cause__ or error)
         if missing is None:
             raise
         print(f"pdtransfer: {missing}", file=sys.stderr)
         return MISUSED
-    return main()
 
 
 if __name__ == "__main__":

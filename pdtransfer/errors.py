@@ -31,7 +31,7 @@ _EXTRAS = {
 }  # fmt: skip
 
 
-def missing_extra(error: Exception) -> ConfigError | None:
+def missing_extra(error: BaseException) -> ConfigError | None:
     """The ConfigError for an import that failed because an optional package is not installed. It names the command
     that installs the package from a checkout. None for every other error."""
     if not isinstance(error, ModuleNotFoundError):

@@ -19,7 +19,7 @@ from tests.support.vllm_engine import ENVIRONMENT, VENV, Checkpoints
 KEPT = "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"
 SECONDS = 900.0  # of two servers that import vLLM and start, beside others on two cores
 EXAMPLE = (REPO / "examples" / "vllm_cpu.sh").read_text(encoding="utf-8")
-[DOCTOR] = re.findall(r"`(pdtransfer doctor .*8100 .*8200)`", (REPO / "README.md").read_text(encoding="utf-8"))
+[DOCTOR] = re.findall(r"`(pdtransfer doctor .*8100 .*8200)`", (REPO / "docs" / "vllm.md").read_text("utf-8"))
 [ASK] = re.findall(r"^ask\(\) .*?^}\n", EXAMPLE, re.DOTALL | re.MULTILINE)
 ON_A_CPU = "--dtype bfloat16 --enforce-eager --max-model-len 1024 --kv-cache-memory-bytes 268435456"
 pytestmark = [pytest.mark.timeout(1_200), pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")]

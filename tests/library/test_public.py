@@ -92,7 +92,6 @@ def test_a_room_lands_with_what_the_client_needs_and_no_other_package(tmp_path: 
         ("aiohttp", ["router", "--listen", "127.0.0.1:0"]),
         ("prometheus_client", ["router", "--listen", "127.0.0.1:0"]),
         ("rich", ["doctor"]),
-        ("rich", ["workers", "list"]),
     ],
 )
 def test_a_command_without_a_package_of_the_daemons_reports_how_to_install_it(

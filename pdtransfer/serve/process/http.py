@@ -125,7 +125,7 @@ class HttpListener:
         except OSError as error:
             await self._runner.cleanup()
             reason = os.strerror(error.errno) if error.errno else str(error)
-            raise WorldError(f"{named}: cannot listen on {listen}: {reason}") from None
+            raise WorldError(f"{named}: cannot listen on {listen}: {reason}; set another host:port") from None
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:

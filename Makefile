@@ -36,7 +36,7 @@ test: $(VENV)/.stamp
 # What meets peers, and whole processes among hostile ones, under python -O: no peer may be held off by an assertion.
 test-optimized: $(VENV)/.stamp
 	@PYTHONOPTIMIZE=1 $(RUN) -m pytest -n $$([ "$$(nproc)" -gt 3 ] && echo 4 || echo 3) --dist worksteal \
-	    tests/library/wire tests/library/bus tests/library/client tests/serve/worker tests/library/handoff/test_hostile.py tests/library/handoff/decode tests/library/handoff/prefill \
+	    tests/library/wire tests/library/bus tests/library/client tests/serve/worker tests/library/handoff/test_hostile.py tests/library/handoff/test_scenarios.py tests/library/handoff/decode tests/library/handoff/prefill \
 	    tests/serve/integration/test_hostile.py tests/serve/integration/test_keys.py $(ARGS)
 
 # A glance while you work: few cases of each test, no slow ones, no whole processes.

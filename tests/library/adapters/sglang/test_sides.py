@@ -164,7 +164,7 @@ def test_nothing_of_a_prefix_is_sent_where_sglang_names_its_pages(engines: World
 
 
 @pytest.mark.parametrize(
-    ("sizes", "text"), [((1, 2), r"components\[2\].*row_bytes: source 384, target 192"), ((2, 1), "minimax_dense_kv")]
+    ("sizes", "text"), [((1, 2), "source 384, target 192"), ((2, 1), "minimax_dense_kv|source 192, target 384")]
 )
 def test_layers_without_an_index_need_as_many_ranks(sizes: tuple[int, int], text: str) -> None:
     states = ("minimax_index_k", "minimax_dense_kv")

@@ -187,8 +187,7 @@ def test_kinds_of_copies_come_and_go_while_the_models_stream_and_another_are_hel
             tables.release(key, ours)
             gpu.synchronise(ours)
         gpu.clear(memory, 64)
-        gpu.upload(another := gpu.allocate(1 << 20, other), np.zeros(1 << 20, np.uint8), other)
-        gpu.free(another, other)
+        gpu.free(gpu.allocate(1 << 20, other), other)
 
     for stream in (0, other):
         gpu.call("cuStreamWaitValue32", stream, there, 1, 0)  # until it is 1, or more

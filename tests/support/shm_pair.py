@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,16 @@ class Pool:
     @property
     def address(self) -> int:
         return self.bytes.ctypes.data
+
+
+@asynccontextmanager
+async def opened(make: Callable[..., Any], *given: Any, **more: Any) -> AsyncIterator[Any]:
+    """What `make` returns on the loop that enters it, closed in the end."""
+    made = make(*given, **more)
+    try:
+        yield made
+    finally:
+        await made.close()
 
 
 class Pair:

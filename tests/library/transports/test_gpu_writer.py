@@ -54,9 +54,10 @@ def gpu() -> FakeGpu:
     return FakeGpu()
 
 
-async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: ArenaMemory, directory: Path) -> None:
-    gpu = FakeGpu()
-    both = Pair(arena, directory, gpu=gpu)
+async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(
+    gpu: FakeGpu, unmapped: Pair, arena: ArenaMemory
+) -> None:
+    both = unmapped
     assert await both.map() == arena.byte_count
     assert sum(gpu.registered.values()) == arena.byte_count
     assert gpu.prepared == 1
@@ -75,10 +76,8 @@ async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: A
     assert gpu.registered == {}, "let go before it was unmapped"
 
 
-async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: ArenaMemory, directory: Path) -> None:
-    gpu, gate = FakeGpu(), Held()
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
+async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(gpu: FakeGpu, both: Pair) -> None:
+    gate = Held()
     gpu.waiting = gate
     both.want(both.write(EVERY[: 10 * PIECE_ROWS], EVERY[: 10 * PIECE_ROWS], grant=1))
     await until(gate.reached.is_set)
@@ -88,7 +87,6 @@ async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: A
     assert max(flying for flying, _ in gpu.launched) == 2
     assert [write for write, _, _ in both.ended] == [2, 1], "the small one waits for two launches, not for ten"
     assert both.right
-    await both.close()
 
 
 @pytest.mark.parametrize(("host", "apart", "rows"), [(True, False, 4), (False, True, 32), (False, False, 256)])
@@ -123,11 +121,7 @@ async def waits(gpu: FakeGpu) -> None:
     await until(gpu.asleep.is_set)
 
 
-async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_it(
-    gpu: FakeGpu, arena: ArenaMemory, directory: Path
-) -> None:
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
+async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_it(both: Pair, gpu: FakeGpu) -> None:
     gates = ReadyGate(CudaEvent(1)), ReadyGate(AllEvents([CudaEvent(2), CudaEvent(3)]))
     assert both.writer.sleeps_on_cuda
     assert all(gate.next is not None for gate in gates)
@@ -148,14 +142,11 @@ async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_
     assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
     assert both.right
     assert gates[0].next is None, "it is open"
-    await both.close()
 
 
 async def test_a_write_whose_event_fires_has_its_turn_while_another_grant_has_much_to_launch(
-    gpu: FakeGpu, arena: ArenaMemory, directory: Path
+    both: Pair, gpu: FakeGpu
 ) -> None:
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
     gpu.waiting = lambda: gpu.fired.add(1) if len(gpu.launched) == 3 else None
     both.want(both.write(EVERY[7_000:7_009], EVERY[7_000:7_009], grant=1, after=ReadyGate(CudaEvent(1))))
     await waits(gpu)
@@ -163,7 +154,6 @@ async def test_a_write_whose_event_fires_has_its_turn_while_another_grant_has_mu
     await until(lambda: len(both.ended) == 2)
     assert [write for write, _, _ in both.ended] == [1, 2]
     assert both.right
-    await both.close()
 
 
 class AskedEvent(CudaEvent):
@@ -174,11 +164,9 @@ class AskedEvent(CudaEvent):
 
 
 async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepared(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, both: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu, gate, prepare = FakeGpu(), ReadyGate(AskedEvent(1)), FakeLauncher.prepare
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
+    gate, prepare = ReadyGate(AskedEvent(1)), FakeLauncher.prepare
     both.write(EVERY[100:109], EVERY[100:109], grant=1, after=ReadyGate(CudaEvent(2)))
     await waits(gpu)
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=gate))
@@ -193,14 +181,11 @@ async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepar
     await until(lambda: len(both.ended) == 2)
     assert both.ended[1] == (2, Outcome.LANDED, "")
     assert both.right
-    await both.close()
 
 
 async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_another_took_its_place(
-    gpu: FakeGpu, arena: ArenaMemory, directory: Path
+    both: Pair, gpu: FakeGpu
 ) -> None:
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
     both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))
     await waits(gpu)
     await waits(gpu)
@@ -213,15 +198,12 @@ async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_anoth
     await until(lambda: len(both.ended) == 2)
     assert (gpu.preparations, len(gpu.launched)) == (3, 2), "nothing was left to do but to launch"
     assert both.right
-    await both.close()
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 async def test_what_is_prepared_beside_a_launch_goes_in_the_slot_that_it_was_prepared_for(
-    gpu: FakeGpu, pieces: int, arena: ArenaMemory, directory: Path
+    both: Pair, gpu: FakeGpu, pieces: int
 ) -> None:
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
     both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))
     await waits(gpu)
     rows = EVERY[100 : 100 + pieces * PIECE_ROWS]
@@ -234,15 +216,11 @@ async def test_what_is_prepared_beside_a_launch_goes_in_the_slot_that_it_was_pre
     assert gpu.slots == [number % 2 for number in range(pieces + 1)]
     assert gpu.preparations == pieces + 2, "once before the other grant came, and once beside its last launch"
     assert both.right
-    await both.close()
 
 
 async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_nothing_that_is_late(
-    gpu: FakeGpu, arena: ArenaMemory, directory: Path
+    both: Pair, gpu: FakeGpu
 ) -> None:
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
-
     async def spared(*written: dict[str, Any]) -> list[bool]:
         before, ended = len(gpu.spared), len(both.ended)
         for more in written:
@@ -267,16 +245,13 @@ async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_
         "it was late"
     )
     assert both.right
-    await both.close()
 
 
 async def test_an_urgent_write_reports_that_it_is_near_from_its_last_event_until_it_has_landed(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, both: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_writer, "HINT_NS", 1)
-    gpu, held = FakeGpu(), Held()
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
+    held = Held()
     both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))  # nobody waits for it
     both.want(both.write(EVERY[20:29], EVERY[20:29], grant=1, urgent=True))  # nor did it for its rows
     await waits(gpu)
@@ -299,17 +274,13 @@ async def test_an_urgent_write_reports_that_it_is_near_from_its_last_event_until
     await asyncio.sleep(0.01)
     assert both.hinted == hinted, "it has landed"
     assert both.right
-    await both.close()
 
 
 async def test_a_write_whose_event_never_fires_reports_it_often_and_then_no_longer_that_it_is_near(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, both: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_writer, "HINT_NS", 1)
     monkeypatch.setattr(gpu_writer, "HINTS_MAX", 3)
-    gpu = FakeGpu()
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
     both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1)), urgent=True)
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2))
     await until(lambda: len(both.hinted) == 3)
@@ -318,14 +289,9 @@ async def test_a_write_whose_event_never_fires_reports_it_often_and_then_no_long
     assert both.hinted == [1, 1, 1]
     both.writer.cancel(WRITER, 1)
     await until(lambda: len(both.ended) == 2)
-    await both.close()
 
 
-async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launched(
-    gpu: FakeGpu, arena: ArenaMemory, directory: Path
-) -> None:
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
+async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launched(both: Pair, gpu: FakeGpu) -> None:
     both.write(EVERY, EVERY, grant=1, after=ReadyGate(CudaEvent(1)))
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=ReadyGate(CudaEvent(2))))
     await waits(gpu)
@@ -336,16 +302,11 @@ async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launche
     await until(lambda: len(both.ended) == 2)
     assert len(gpu.launched) == 1
     assert both.right
-    await both.close()
 
 
-async def test_an_event_that_fails_fails_its_write_alone_and_nothing_is_waited_for(
-    arena: ArenaMemory, directory: Path
-) -> None:
-    gpu, drained = FakeGpu(), list[int]()
+async def test_an_event_that_fails_fails_its_write_alone_and_nothing_is_waited_for(gpu: FakeGpu, both: Pair) -> None:
+    drained = list[int]()
     gpu.draining = lambda: drained.append(1)
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
     both.write(EVERY, EVERY, grant=1, after=ReadyGate(CudaEvent(1)))
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=ReadyGate(CudaEvent(2))))
     await waits(gpu)
@@ -357,7 +318,6 @@ async def test_an_event_that_fails_fails_its_write_alone_and_nothing_is_waited_f
     assert both.ended[1] == (2, Outcome.LANDED, "")
     assert both.right
     assert not drained
-    await both.close()
 
 
 class BrokenEvent:
@@ -414,10 +374,8 @@ async def test_each_launch_is_recorded_where_somebody_asks_from_the_end_of_the_o
     await both.close()
 
 
-async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: ArenaMemory, directory: Path) -> None:
-    gpu, gate = FakeGpu(), Held()
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
+async def test_a_stopped_write_fails_once_its_launches_have_ended(gpu: FakeGpu, both: Pair, arena: ArenaMemory) -> None:
+    gate = Held()
     gpu.waiting = gate
     both.write(EVERY, EVERY, grant=1)
     await until(gate.reached.is_set)
@@ -434,13 +392,10 @@ async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: ArenaMe
     await until(lambda: len(both.ended) == 2)
     assert both.ended[1] == (2, Outcome.LANDED, "")
     assert both.right, "its word is not the stopped one's"
-    await both.close()
 
 
-async def test_a_launch_that_is_refused_fails_its_write_alone(arena: ArenaMemory, directory: Path) -> None:
-    gpu, drained = FakeGpu(), list[int]()
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
+async def test_a_launch_that_is_refused_fails_its_write_alone(gpu: FakeGpu, both: Pair) -> None:
+    drained = list[int]()
 
     def refuse() -> None:
         gpu.launching = lambda: None
@@ -451,13 +406,9 @@ async def test_a_launch_that_is_refused_fails_its_write_alone(arena: ArenaMemory
     await until(lambda: bool(both.ended))
     assert both.ended[0][1:] == (Outcome.FAILED, "GPU 5: cuLaunchKernelEx: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
     assert drained, "a copy that may have been queued has ended before anybody hears"
-    await both.close()
 
 
-async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: ArenaMemory, directory: Path) -> None:
-    gpu = FakeGpu()
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
+async def test_slots_outside_the_pool_fail_before_anything_is_launched(gpu: FakeGpu, both: Pair) -> None:
     gpu.left_out, broken = 2, list[dict[str, Any]]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
     both.write(EVERY[:3], EVERY[:3], grant=1)
@@ -559,6 +510,13 @@ async def test_a_session_that_is_mapped_is_not_mapped_again(arena: ArenaMemory, 
     await both.close()
 
 
+@pytest.fixture
+def ahead(arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch) -> Ahead:
+    """All of the arena is backed."""
+    arena.prefault()
+    return Ahead(monkeypatch)
+
+
 def pages(arena: ArenaMemory, gpu: FakeGpu) -> set[int]:
     """The pages of the arena that are registered, by the writer's own mapping of it."""
     base = min(gpu.registered)  # its first page is the first
@@ -575,14 +533,12 @@ def page_span(first: int) -> range:
 
 
 async def test_a_write_waits_for_the_pages_of_its_own_rows_alone(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, unmapped: Pair, ahead: Ahead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead, gpu = Ahead(monkeypatch), FakeGpu()
-    arena.prefault()
-    both = Pair(arena, directory, gpu=gpu)
+    both = unmapped
     both.target = layer_first()
-    assert await both.map() == arena.byte_count, "all of it may be granted"
-    assert pages(arena, gpu) == {0}
+    assert await both.map() == both.arena.byte_count, "all of it may be granted"
+    assert pages(both.arena, gpu) == {0}
     slots = np.concatenate((np.arange(300, 310), np.arange(5_000, 5_003)))[::-1]
     both.want(both.write(EVERY[:13], slots, grant=1))
     await until(lambda: bool(both.ended))
@@ -592,9 +548,9 @@ async def test_a_write_waits_for_the_pages_of_its_own_rows_alone(
     needed = {int(byte) // PAGE_BYTES for row in rows for byte in (*row, *(row + ROW - 1))}
     bases = [both.target.address(layer, PAGE * page) for layer in range(LAYERS) for page in (4, 78)]
     allowed = {page for base in bases for page in page_span(base)} | {0}
-    assert needed <= pages(arena, gpu) <= allowed
+    assert needed <= pages(both.arena, gpu) <= allowed
     ahead.finish(monkeypatch)
-    await until(lambda: pages(arena, gpu) == set(range(arena.byte_count // PAGE_BYTES)))
+    await until(lambda: pages(both.arena, gpu) == set(range(both.arena.byte_count // PAGE_BYTES)))
     both.want(both.write(EVERY, EVERY[::-1].copy(), grant=2))
     await until(lambda: len(both.ended) == 2)
     assert both.right
@@ -603,15 +559,11 @@ async def test_a_write_waits_for_the_pages_of_its_own_rows_alone(
 
 
 async def test_rows_that_are_expected_are_entered_before_they_are_written(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, both: Pair, ahead: Ahead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead, gpu = Ahead(monkeypatch), FakeGpu()
-    arena.prefault()
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
     both.writer.expect_rows(WRITER, 0, np.array([[100, 50]]))
     needed = -(-50 * LAYERS * ROW // PAGE_BYTES)
-    await until(lambda: len(pages(arena, gpu)) > needed)
+    await until(lambda: len(pages(both.arena, gpu)) > needed)
     calls = gpu.calls
     both.want(both.write(EVERY[:50], EVERY[100:150], grant=1))
     await until(lambda: bool(both.ended))
@@ -625,19 +577,17 @@ async def test_rows_that_are_expected_are_entered_before_they_are_written(
 
 
 async def test_pages_that_the_card_refuses_fail_their_write_alone(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: FakeGpu, both: Pair, ahead: Ahead, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ahead, gpu = Ahead(monkeypatch), FakeGpu()
-    arena.prefault()
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
     gpu.refused = 1
     both.write(EVERY[:50], EVERY[100:150], grant=1)
     await until(lambda: bool(both.ended))
     ((write, outcome, text),) = both.ended
     assert (write, outcome) == (1, Outcome.FAILED)
     first = int(both.target.address(0, 100)) // PAGE_BYTES * PAGE_BYTES
-    assert text.startswith(f"host memory: bytes {first} to {first + PAGE_BYTES} of {arena.byte_count} cannot be regist")
+    assert text.startswith(
+        f"host memory: bytes {first} to {first + PAGE_BYTES} of {both.arena.byte_count} cannot be regist"
+    )
     assert text.endswith("CUDA_ERROR_OUT_OF_MEMORY")
     both.want(both.write(EVERY[:50], EVERY[100:150], grant=2))
     await until(lambda: len(both.ended) == 2)
@@ -655,12 +605,9 @@ async def test_pages_that_the_card_refuses_fail_their_write_alone(
 
 
 async def test_an_arena_stays_mapped_while_it_is_entered_and_a_cancelled_write_does_not_wait_for_that(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, both: Pair, ahead: Ahead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead, gpu, held, register = Ahead(monkeypatch), FakeGpu(), Held(), FakeGpu.host_register
-    arena.prefault()
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
+    held, register = Held(), FakeGpu.host_register
 
     def slow(gpu: FakeGpu, address: int, byte_count: int) -> int:
         held()
@@ -684,21 +631,17 @@ async def test_an_arena_stays_mapped_while_it_is_entered_and_a_cancelled_write_d
     await until(lambda: both.owner.quiet(WRITER))
     assert gpu.registered == {}, "the fake has seen each part mapped when it was let go"
     assert gpu.launched == []
-    await both.close()
 
 
 @pytest.mark.parametrize("computed", [False, True])
 async def test_a_small_room_of_one_session_is_entered_in_turn_with_long_prompts_of_another(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, computed: bool
+    both: Pair, ahead: Ahead, directory: Path, monkeypatch: pytest.MonkeyPatch, computed: bool
 ) -> None:
     """Both when its rows are granted and when they are computed."""
-    ahead, gpu, gate, register = Ahead(monkeypatch), FakeGpu(), Held(), FakeGpu.host_register
-    arena.prefault()
-    other_arena = ArenaMemory.create(arena.byte_count, huge_pages="never")
+    gate, register = Held(), FakeGpu.host_register
+    other_arena = ArenaMemory.create(both.arena.byte_count, huge_pages="never")
     other_arena.prefault()
-    both = Pair(arena, directory, gpu=gpu)
     other_owner, other = ShmArena(other_arena, directory=directory), WRITER + 1
-    await both.map()
     await both.writer.map(other, await other_owner.offer(other), (component(both.target),))
     sessions = sessions_of(both.writer)
     spans = {number: session.arena.mapping for number, session in sessions.items()}
@@ -752,9 +695,7 @@ async def test_a_card_that_cannot_be_used_fails_writes(
     await both.close()
 
 
-async def test_a_checksum_is_of_the_rows_in_the_cards_pool(gpu: FakeGpu, arena: ArenaMemory, directory: Path) -> None:
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
+async def test_a_checksum_is_of_the_rows_in_the_cards_pool(both: Pair) -> None:
     source, target = np.random.default_rng(1).permutation(SLOTS)[:1_000], EVERY[:1_000]
     for layers in ((0, LAYERS), (1, 3)):
         both.write(source, target, grant=1, layers=layers, first_row=77, verify=True)
@@ -764,14 +705,9 @@ async def test_a_checksum_is_of_the_rows_in_the_cards_pool(gpu: FakeGpu, arena: 
     assert [both.checksums[1], both.checksums[2]] == [
         checksum_copy.checksum(each, runs, both.pool.address) for each in lines
     ]
-    await both.close()
 
 
-async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory, directory: Path) -> None:
-    gpu = FakeGpu()
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
-
+async def test_rows_that_cannot_be_read_back_fail_their_write(gpu: FakeGpu, both: Pair) -> None:
     def fail() -> None:
         raise MemoryError("GPU 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
 
@@ -779,19 +715,13 @@ async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory
     both.write(EVERY[:9], EVERY[:9], grant=1, verify=True)
     await until(lambda: bool(both.ended))
     assert both.ended == [(1, Outcome.FAILED, "GPU 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")]
-    await both.close()
 
 
-async def test_a_launch_that_never_reported_its_end_is_unknown(
-    gpu: FakeGpu, arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = Pair(arena, directory, gpu=gpu)
-    await both.map()
+async def test_a_launch_that_never_reported_its_end_is_unknown(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeLauncher, "ended", lambda lane, place: (lane.queued.pop(place) and State.RUNNING, 0))
     both.write(EVERY[:3], EVERY[:3], grant=1)
     await until(lambda: bool(both.ended))
     assert both.ended == [(1, Outcome.UNKNOWN, "the GPU has passed a launch that never reported its end")]
-    await both.close()
 
 
 async def test_a_node_does_what_its_core_wants_done_about_a_write_that_is_near(

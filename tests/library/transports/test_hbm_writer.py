@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.shm import writer as shm_writer
 from pdtransfer.transports.shm.arena import ShmArena
 from tests.support.fake_gpu import FakeExported, FakeGpu
-from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair, component, page_first
+from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair, component, opened, page_first
 from tests.support.waiting import until
 
 SIZE = SLOTS * LAYERS * ROW
@@ -47,9 +48,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 class HbmPair(Pair):
     """Its one component is in HBM; `hbm` is what the other memory must hold."""
 
-    def __init__(self, arena: ArenaMemory, directory: Path, gpu: FakeGpu, *, hbm_direct: bool = True) -> None:
+    def __init__(self, arena: ArenaMemory, directory: Path, gpu: FakeGpu) -> None:
         super().__init__(arena, directory, gpu=gpu)
-        self.owner._hbm_direct = hbm_direct
         gpu.is_locked = lambda: not self.owner.quiet(WRITER)
         self.target = page_first()
 
@@ -66,11 +66,18 @@ class HbmPair(Pair):
         return np.ctypeslib.as_array((ctypes.c_uint8 * SIZE).from_address(self.arena.hbm.address))
 
 
-def exporting(arena: ArenaMemory) -> FakeGpu:
+@pytest.fixture
+def gpu(arena: ArenaMemory) -> FakeGpu:
+    """It has exported HBM."""
     gpu = FakeGpu()
     assert arena.hbm is not None
     gpu.exported[HANDLE] = FakeExported(gpu, arena.hbm.address, arena.hbm.byte_count)
     return gpu
+
+
+@pytest.fixture
+def both(arena: ArenaMemory, directory: Path, gpu: FakeGpu) -> AbstractAsyncContextManager[HbmPair]:
+    return opened(HbmPair, arena, directory, gpu=gpu)
 
 
 async def wrote(both: HbmPair) -> None:
@@ -80,48 +87,32 @@ async def wrote(both: HbmPair) -> None:
     both.want(order)
 
 
-async def test_rows_go_to_the_memory_that_the_card_reaches_and_not_to_the_arena(
-    arena: ArenaMemory, directory: Path
-) -> None:
-    gpu = exporting(arena)
-    both = HbmPair(arena, directory, gpu)
+async def test_rows_go_to_the_memory_that_the_card_reaches_and_not_to_the_arena(both: HbmPair) -> None:
     await both.map()
     assert both.writer.hbm_direct(WRITER)
     await wrote(both)
     assert np.array_equal(both.hbm, both.wanted[:SIZE])
-    assert not arena.mapping.array.any()
-    await both.close()
+    assert not both.arena.mapping.array.any()
 
 
-async def test_rows_land_in_the_arena_where_the_card_cannot_reach_that_memory(
-    arena: ArenaMemory, directory: Path
-) -> None:
-    both = HbmPair(arena, directory, FakeGpu())
+async def test_rows_land_in_the_arena_where_the_card_cannot_reach_that_memory(gpu: FakeGpu, both: HbmPair) -> None:
+    gpu.exported.clear()
     await both.map()
     assert not both.writer.hbm_direct(WRITER)
     await wrote(both)
-    assert np.array_equal(arena.mapping.array[BASE : BASE + SIZE], both.wanted[:SIZE])
+    assert np.array_equal(both.arena.mapping.array[BASE : BASE + SIZE], both.wanted[:SIZE])
     assert not both.hbm.any()
-    await both.close()
 
 
-async def test_nobody_learns_of_a_gpus_memory_where_rows_are_to_be_read_back(
-    arena: ArenaMemory, directory: Path
-) -> None:
-    gpu = exporting(arena)
-    both = HbmPair(arena, directory, gpu, hbm_direct=False)
+async def test_nobody_learns_of_a_gpus_memory_where_rows_are_to_be_read_back(gpu: FakeGpu, both: HbmPair) -> None:
+    both.owner._hbm_direct = False
     assert (await both.owner.offer(WRITER)).hbm_handle == b""
     await both.map()
     assert not both.writer.hbm_direct(WRITER)
     assert "open exported" not in gpu.log
-    await both.close()
 
 
-async def test_a_cards_memory_is_opened_under_the_lock_and_let_go_before_it(
-    arena: ArenaMemory, directory: Path
-) -> None:
-    gpu = exporting(arena)
-    both = HbmPair(arena, directory, gpu)
+async def test_a_cards_memory_is_opened_under_the_lock_and_let_go_before_it(gpu: FakeGpu, both: HbmPair) -> None:
     await both.map()
     assert not both.owner.quiet(WRITER)
     await wrote(both)
@@ -129,13 +120,12 @@ async def test_a_cards_memory_is_opened_under_the_lock_and_let_go_before_it(
     both.writer.unmap(WRITER)
     await until(lambda: both.owner.quiet(WRITER))
     assert gpu.log == ["open exported", "close exported"], "nothing of the arena is registered: no row lands there"
-    await both.close()
 
 
-async def test_a_card_that_does_not_let_go_of_it_keeps_the_lock_held(arena: ArenaMemory, directory: Path) -> None:
-    gpu = exporting(arena)
+async def test_a_card_that_does_not_let_go_of_it_keeps_the_lock_held(
+    gpu: FakeGpu, both: HbmPair, arena: ArenaMemory
+) -> None:
     gpu.exported[HANDLE].keeps = True
-    both = HbmPair(arena, directory, gpu)
     await both.map()
     both.owner.revoke(WRITER)
     both.writer.unmap(WRITER)
@@ -151,12 +141,11 @@ async def test_a_card_that_does_not_let_go_of_it_keeps_the_lock_held(arena: Aren
     lost.close()
 
 
-async def test_memory_is_given_back_once_every_writer_is_gone(arena: ArenaMemory, directory: Path) -> None:
+async def test_memory_is_given_back_once_every_writer_is_gone(owner: ShmArena, arena: ArenaMemory) -> None:
     given = list[int]()
     assert arena.hbm is not None
     free = arena.hbm._free
     arena.hbm._free = lambda: given.append(1)
-    owner = ShmArena(arena, directory=directory)
     hbm = arena.hbm
     await owner.offer(WRITER)
     assert not owner._all_quiet(), "somebody may still be let in"
@@ -169,13 +158,10 @@ async def test_memory_is_given_back_once_every_writer_is_gone(arena: ArenaMemory
     arena.hbm = None
 
 
-async def test_less_memory_than_was_announced_is_refused_and_closed(arena: ArenaMemory, directory: Path) -> None:
-    gpu = exporting(arena)
+async def test_less_memory_than_was_announced_is_refused_and_closed(gpu: FakeGpu, both: HbmPair) -> None:
     gpu.exported[HANDLE].byte_count -= 1
-    both = HbmPair(arena, directory, gpu)
     with pytest.raises(TransportError, match=f"{SIZE - 1} bytes were opened, {SIZE} were announced"):
         await both.map()
     assert "close exported" in gpu.log
     both.owner.revoke(WRITER)
     assert both.owner.quiet(WRITER)
-    await both.close()

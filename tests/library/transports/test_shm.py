@@ -60,8 +60,7 @@ async def counts_on(arena: ArenaMemory) -> None:
 
 
 @pytest.mark.parametrize("way", ["unmap", "exit", "kill"])
-async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(arena: ArenaMemory, directory: Path, way: str) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(owner: ShmArena, way: str) -> None:
     async with Process(await owner.offer(WRITER)) as process:
         owner.revoke(WRITER)
         assert not owner.quiet(WRITER)
@@ -73,11 +72,9 @@ async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(arena: ArenaMemor
         if way == "unmap":
             assert process.started.poll() is None, "it lives, and cannot write"
     owner.forget(WRITER)
-    await owner.close()
 
 
-async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(arena: ArenaMemory, directory: Path) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(owner: ShmArena, arena: ArenaMemory) -> None:
     async with Process(await owner.offer(WRITER)) as process:
         child = await process.fork()
         owner.revoke(WRITER)
@@ -92,11 +89,9 @@ async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(arena: Ar
         last = count_in(arena)
         await asyncio.sleep(0.05)
         assert count_in(arena) == last
-    await owner.close()
 
 
-async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: ArenaMemory, directory: Path) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(owner: ShmArena, arena: ArenaMemory) -> None:
     async with Process(await owner.offer(WRITER)) as process:
         process.send("count")
         await counts_on(arena)
@@ -108,39 +103,32 @@ async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: ArenaMemor
         process.started.send_signal(signal.SIGSTOP)
         process.started.kill()
         await until(lambda: owner.quiet(WRITER))
-    await owner.close()
 
 
-async def test_one_writers_end_proves_nothing_about_another(arena: ArenaMemory, directory: Path) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_one_writers_end_proves_nothing_about_another(owner: ShmArena) -> None:
     async with Process(await owner.offer(1), 1) as first, Process(await owner.offer(2), 2):
         for session in (1, 2):
             owner.revoke(session)
         first.started.kill()
         await until(lambda: owner.quiet(1))
         assert not owner.quiet(2)
-    await owner.close()
 
 
-async def test_a_descriptor_under_way_counts_as_a_writer(arena: ArenaMemory, directory: Path) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_a_descriptor_under_way_counts_as_a_writer(owner: ShmArena) -> None:
     peer, _ = await asked(owner, await owner.offer(WRITER))
     await until(lambda: not sessions_of(owner)[WRITER].token)
     owner.revoke(WRITER)
     assert not owner.quiet(WRITER), "it lies in the socket's buffer, and can be taken out any time"
     peer.close()
     assert owner.quiet(WRITER)
-    await owner.close()
 
 
-async def test_a_session_whose_token_is_good_is_not_quiet(arena: ArenaMemory, directory: Path) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_a_session_whose_token_is_good_is_not_quiet(owner: ShmArena) -> None:
     assert owner.quiet(WRITER), "nothing was ever offered"
     await owner.offer(WRITER)
     assert not owner.quiet(WRITER)
     owner.revoke(WRITER)
     assert owner.quiet(WRITER)
-    await owner.close()
 
 
 # The hand-over
@@ -193,8 +181,7 @@ async def test_who_shows_the_token_gets_the_arena_once(arena: ArenaMemory, direc
     assert abstract or os.listdir(directory) == []
 
 
-async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: ArenaMemory, directory: Path) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_a_wrong_token_is_refused_and_spoils_nothing(owner: ShmArena) -> None:
     reach, other = await owner.offer(WRITER), await owner.offer(8)
     wrong = msgspec.structs.replace(reach, token=secrets.token_bytes(32))
     for session, shown in ((WRITER, wrong), (WRITER, other), (99, reach)):
@@ -202,12 +189,10 @@ async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: ArenaMemory, d
             await receive(shown, session, seconds=60)
     for session, shown in ((WRITER, reach), (8, other)):
         os.close(await receive(shown, session, seconds=60))
-    await owner.close()
 
 
-async def test_a_token_of_which_one_byte_is_another_is_refused(arena: ArenaMemory, directory: Path) -> None:
+async def test_a_token_of_which_one_byte_is_another_is_refused(owner: ShmArena) -> None:
     """Whichever byte: a comparison of a part of it would let a guess of that part in."""
-    owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
     for place in range(len(reach.token)):
         token = bytearray(reach.token)
@@ -215,24 +200,18 @@ async def test_a_token_of_which_one_byte_is_another_is_refused(arena: ArenaMemor
         with pytest.raises(TransportError, match="refused the token"):
             await receive(msgspec.structs.replace(reach, token=bytes(token)), WRITER, seconds=60)
     os.close(await receive(reach, WRITER, seconds=60))
-    await owner.close()
 
 
-async def test_an_old_or_a_revoked_token_is_refused(arena: ArenaMemory, directory: Path) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_an_old_or_a_revoked_token_is_refused(owner: ShmArena) -> None:
     old, new = await owner.offer(WRITER), await owner.offer(WRITER)
     with pytest.raises(TransportError, match="refused the token"):
         await receive(old, WRITER, seconds=60)
     owner.revoke(WRITER)
     with pytest.raises(TransportError, match="refused the token"):
         await receive(new, WRITER, seconds=60)
-    await owner.close()
 
 
-async def test_a_token_that_is_shown_too_late_is_refused(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_a_token_that_is_shown_too_late_is_refused(owner: ShmArena) -> None:
     owner.listener.seconds = 0.05
     reach = await owner.offer(WRITER)
     peer = connected(reach)
@@ -244,30 +223,25 @@ async def test_a_token_that_is_shown_too_late_is_refused(
     peer.close()
     owner.listener.seconds = 5
     os.close(await receive(reach, WRITER, seconds=60))
-    await owner.close()
 
 
 @pytest.mark.parametrize("junk", [b"\xff" * 48, b"GET / HTTP/1.1\r\n" * 40, b"\0" * 49])
-async def test_junk_is_closed_and_others_go_on(arena: ArenaMemory, directory: Path, junk: bytes) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_junk_is_closed_and_others_go_on(owner: ShmArena, junk: bytes) -> None:
     reach = await owner.offer(WRITER)
     peer = connected(reach)
     peer.send(junk)
     assert await read_all(peer) == b""
     peer.close()
     os.close(await receive(reach, WRITER, seconds=60))
-    await owner.close()
 
 
-async def test_a_request_with_something_behind_it_is_refused(arena: ArenaMemory, directory: Path) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_a_request_with_something_behind_it_is_refused(owner: ShmArena) -> None:
     reach = await owner.offer(WRITER)
     peer = connected(reach)
     peer.send(handover.REQUEST.pack(handover.MAGIC, WRITER, reach.token) + b"!")
     assert await read_all(peer) == b""
     peer.close()
     os.close(await receive(reach, WRITER, seconds=60))
-    await owner.close()
 
 
 async def test_the_connection_of_a_hand_over_becomes_the_line_of_its_session(
@@ -326,10 +300,7 @@ async def test_a_line_that_the_owner_cannot_keep_is_closed(arena: ArenaMemory, d
     await owner.close()
 
 
-async def test_a_hand_over_ends_although_a_forked_child_has_its_descriptors(
-    arena: ArenaMemory, directory: Path
-) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_a_hand_over_ends_although_a_forked_child_has_its_descriptors(owner: ShmArena) -> None:
     wrong = msgspec.structs.replace(await owner.offer(WRITER), token=bytes(32))
     before = open_files()
     waiting, peer = connected(wrong), connected(wrong)
@@ -396,9 +367,8 @@ async def test_a_flood_of_silent_connections_keeps_no_writer_out(arena: ArenaMem
 
 
 async def test_a_listener_without_descriptors_logs_it_and_recovers(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    owner: ShmArena, arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
     reopen, failures = arena.reopen, iter([True])
 
@@ -412,19 +382,17 @@ async def test_a_listener_without_descriptors_logs_it_and_recovers(
         await receive(reach, WRITER, seconds=60)
     assert f"for the writer of session {WRITER:#x}: Too many open files" in caplog.text
     os.close(await receive(reach, WRITER, seconds=60))
-    await owner.close()
 
 
 async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_for_it(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    owner: ShmArena, writer: ShmWriter, arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = arena.byte_count // 2 // 4_096 * 4_096
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=half)
     progress: list[int] = []
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), ignore_end)
-    reach = await decode.offer(WRITER)
-    assert await prefill.map(WRITER, reach, (), progress.append) == half
+    reach = await owner.offer(WRITER)
+    assert await writer.map(WRITER, reach, (), progress.append) == half
     held = open_files()
     assert os.fstat(arena.fd).st_blocks * 512 == half
     arena.mapping.prefault(first=half, end=half + 4_096)
@@ -435,22 +403,19 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
     arena.mapping.prefault()
     await until(lambda: progress == [half + 4_096, arena.byte_count])
     await until(lambda: open_files() < held)  # the mapping alone keeps the lock
-    decode.revoke(WRITER)
-    assert not decode.quiet(WRITER)
-    prefill.unmap(WRITER)
-    await until(lambda: decode.quiet(WRITER))
-    await prefill.close()
-    await decode.close()
+    owner.revoke(WRITER)
+    assert not owner.quiet(WRITER)
+    writer.unmap(WRITER)
+    await until(lambda: owner.quiet(WRITER))
 
 
 async def test_all_that_is_backed_of_an_arena_is_ready_before_a_writer_has_entered_it(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    owner: ShmArena, writer: ShmWriter, arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     monkeypatch.setattr(entering, "STEP_BYTES", 4_096)
     arena.mapping.prefault()
     progress = list[int]()
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), ignore_end)
     enter, entered, go_on = Mapping.prefault, list[int](), threading.Event()
 
     def slow(mapping: Mapping, *, first: int, end: int) -> bool:
@@ -459,48 +424,40 @@ async def test_all_that_is_backed_of_an_arena_is_ready_before_a_writer_has_enter
         return enter(mapping, first=first, end=end)
 
     monkeypatch.setattr(Mapping, "prefault", slow)
-    assert await prefill.map(WRITER, await decode.offer(WRITER), (), progress.append) == arena.byte_count
+    assert await writer.map(WRITER, await owner.offer(WRITER), (), progress.append) == arena.byte_count
     await until(lambda: len(entered) == 2)
     assert entered == [4_096, 4_096], "a step at a time"
     monkeypatch.setattr(entering, "STEP_BYTES", arena.byte_count)
     go_on.set()
     await until(lambda: sum(entered) == arena.byte_count)
     assert progress == [], "there is nothing to add"
-    await prefill.close()
-    await decode.close()
 
 
 async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_no_descriptor(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    owner: ShmArena, writer: ShmWriter, arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=4_096)
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), ignore_end)
-    assert await prefill.map(WRITER, await decode.offer(WRITER), ()) == 4_096
+    assert await writer.map(WRITER, await owner.offer(WRITER), ()) == 4_096
     held = open_files()
-    prefill.unmap(WRITER)
-    await until(lambda: decode.quiet(WRITER) and open_files() < held)
-    await prefill.close()
-    await decode.close()
+    writer.unmap(WRITER)
+    await until(lambda: owner.quiet(WRITER) and open_files() < held)
 
 
 async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_the_reason(
-    arena: ArenaMemory, directory: Path
+    owner: ShmArena, writer: ShmWriter, arena: ArenaMemory
 ) -> None:
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), ignore_end)
     with no_descriptors():
-        reach = await decode.offer(WRITER)
+        reach = await owner.offer(WRITER)
         with pytest.raises(TransportError, match="Too many open files"):
-            await prefill.map(WRITER, reach, ())
-    assert await prefill.map(WRITER, reach, ()) == arena.byte_count  # the token is as good as before
-    await prefill.close()
-    await decode.close()
+            await writer.map(WRITER, reach, ())
+    assert await writer.map(WRITER, reach, ()) == arena.byte_count  # the token is as good as before
 
 
 async def test_a_writer_that_runs_out_of_descriptors_at_the_last_moment_learns_that_they_are_its_own(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    owner: ShmArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, limits, readable = ShmArena(arena, directory=directory), ExitStack(), handover.readable
+    limits, readable = ExitStack(), handover.readable
 
     async def and_then_none(peer: socket.socket) -> None:
         await readable(peer)
@@ -509,13 +466,11 @@ async def test_a_writer_that_runs_out_of_descriptors_at_the_last_moment_learns_t
     monkeypatch.setattr(handover, "readable", and_then_none)
     with limits, pytest.raises(TransportError, match="this process has no descriptor left"):
         await receive(await owner.offer(WRITER), WRITER, seconds=60)
-    await owner.close()
 
 
 async def test_a_listener_that_cannot_accept_logs_it_once_and_accepts_later(
-    arena: ArenaMemory, directory: Path, caplog: pytest.LogCaptureFixture
+    owner: ShmArena, arena: ArenaMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
     peer = connected(reach)  # nothing has run since that could accept it
     with no_descriptors():
@@ -524,13 +479,9 @@ async def test_a_listener_that_cannot_accept_logs_it_once_and_accepts_later(
     assert [each.getMessage() for each in caplog.records] == ["writers wait for the arena: Too many open files"]
     peer.close()
     os.close(await receive(reach, WRITER, seconds=60))
-    await owner.close()
 
 
-async def test_other_users_get_no_arena_and_no_token(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_other_users_get_no_arena_and_no_token(owner: ShmArena, monkeypatch: pytest.MonkeyPatch) -> None:
     reach = await owner.offer(WRITER)
     monkeypatch.setattr(handover, "admitted", lambda: {os.geteuid() + 1})
     with pytest.raises(TransportError, match=rf"belongs to user {os.geteuid()}, not to one of \[{os.geteuid() + 1}\]"):
@@ -541,11 +492,9 @@ async def test_other_users_get_no_arena_and_no_token(
     assert await read_all(peer) == b""
     peer.close()
     assert sessions_of(owner)[WRITER].token, "it is still good"
-    await owner.close()
 
 
-async def test_what_cannot_be_reached_is_named(arena: ArenaMemory, directory: Path) -> None:
-    owner = ShmArena(arena, directory=directory)
+async def test_what_cannot_be_reached_is_named(owner: ShmArena, directory: Path) -> None:
     reach = await owner.offer(WRITER)
     boot, _, _ = reach.host.partition(" ")
     wrong = {
@@ -558,7 +507,6 @@ async def test_what_cannot_be_reached_is_named(arena: ArenaMemory, directory: Pa
     for text, fields in wrong.items():
         with pytest.raises(TransportError, match=text):
             await receive(msgspec.structs.replace(reach, **fields), WRITER, seconds=60)
-    await owner.close()
 
 
 @pytest.mark.parametrize(
@@ -571,7 +519,7 @@ async def test_what_cannot_be_reached_is_named(arena: ArenaMemory, directory: Pa
     ],
 )  # fmt: skip
 async def test_a_writer_knocks_at_no_door_that_is_not_an_arenas(
-    arena: ArenaMemory, directory: Path, address: str, monkeypatch: pytest.MonkeyPatch
+    owner: ShmArena, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     knocked: list[str] = []
 
@@ -579,12 +527,10 @@ async def test_a_writer_knocks_at_no_door_that_is_not_an_arenas(
         knocked.append(address)
 
     monkeypatch.setattr(handover, "_connect", connect)
-    owner = ShmArena(arena, directory=directory)
     reach = msgspec.structs.replace(await owner.offer(WRITER), address=address)
     with pytest.raises(TransportError, match=r"must be /\.\.\./arena-NUMBER or @pdtransfer-NUMBER, in hex"):
         await receive(reach, WRITER, seconds=60)
     assert knocked == []
-    await owner.close()
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "file", "directory"])
@@ -615,9 +561,8 @@ async def test_a_writer_is_not_led_by_a_name_to_what_is_no_arenas_socket(directo
 
 @pytest.mark.parametrize("whole", [True, False])
 async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_nothing(
-    arena: ArenaMemory, directory: Path, whole: bool, caplog: pytest.LogCaptureFixture
+    owner: ShmArena, whole: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    owner = ShmArena(arena, directory=directory)
     hostile = await receive(await owner.offer(1), 1, seconds=60)
     # Its own byte is 0; the next writer's will be 1.
     asked = shm_arena.FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0 if whole else 1, 0)
@@ -633,7 +578,6 @@ async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_not
     if not whole:
         os.close(hostile)
     assert owner.quiet(1)
-    await owner.close()
 
 
 async def test_an_owner_that_never_answers_costs_a_bounded_time(directory: Path, arena: ArenaMemory) -> None:
@@ -655,20 +599,17 @@ async def test_a_directory_that_others_may_enter_is_refused(arena: ArenaMemory, 
         with pytest.raises(TransportError, match=rf"{shown}.*must be drwx------"):
             ShmArena(arena, directory=directory)
     os.chmod(directory, 0o700)
-    owner = ShmArena(arena, directory=directory)
-    await owner.close()
+    await ShmArena(arena, directory=directory).close()
 
 
 async def test_sockets_of_the_dead_are_swept_and_those_of_the_living_are_not(
-    arena: ArenaMemory, directory: Path
+    owner: ShmArena, arena: ArenaMemory, directory: Path
 ) -> None:
-    living = ShmArena(arena, directory=directory)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "arena-0123456789abcdef"))
     other = ShmArena(arena, directory=directory)
-    assert sorted(os.listdir(directory)) == sorted([Path((await o.offer(1)).address).name for o in (living, other)])
-    os.close(await receive(await living.offer(2), 2, seconds=60))
-    await living.close()
+    assert sorted(os.listdir(directory)) == sorted([Path((await o.offer(1)).address).name for o in (owner, other)])
+    os.close(await receive(await owner.offer(2), 2, seconds=60))
     await other.close()
 
 
@@ -733,40 +674,33 @@ async def test_what_is_not_a_sealed_arena_is_refused_and_closed(
 
 
 async def test_writes_large_and_small_land_where_they_belong_and_nowhere_else(
-    arena: ArenaMemory, directory: Path
+    unmapped: Pair, arena: ArenaMemory
 ) -> None:
-    both = Pair(arena, directory)
-    assert await both.map() == arena.byte_count
+    assert await unmapped.map() == arena.byte_count
     rng = np.random.default_rng(2)
     source, target = rng.permutation(SLOTS), rng.permutation(SLOTS)
     cuts = np.sort(rng.choice(np.arange(1, 8_000), 60, replace=False))  # rooms of 1 to some 1,000 rows; 192 stay free
     rooms = list(zip(np.split(source[:8_000], cuts), np.split(target[:8_000], cuts), strict=True))
     for grant, (ours, theirs) in enumerate(rooms, 1):
         for layers in ((0, 1), (1, LAYERS)):
-            both.want(both.write(ours, theirs, grant=grant, layers=layers))
-    assert not both.ended, "no end is reported from within write"
-    await until(lambda: len(both.ended) == both.writes)
-    assert sorted(number for number, _, _ in both.ended) == list(range(1, both.writes + 1))
-    assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
-    assert both.right
-    await both.close()
+            unmapped.want(unmapped.write(ours, theirs, grant=grant, layers=layers))
+    assert not unmapped.ended, "no end is reported from within write"
+    await until(lambda: len(unmapped.ended) == unmapped.writes)
+    assert sorted(number for number, _, _ in unmapped.ended) == list(range(1, unmapped.writes + 1))
+    assert {outcome for _, outcome, _ in unmapped.ended} == {Outcome.LANDED}
+    assert unmapped.right
 
 
-async def test_pages_become_slots(arena: ArenaMemory, directory: Path) -> None:
-    both = Pair(arena, directory)
-    await both.map()
+async def test_pages_become_slots(both: Pair) -> None:
     source = expand_pages([9, 3, 127], PAGE, 2 * PAGE + 5)
     both.want(both.write(source, np.arange(100, 100 + len(source)), grant=1))
     await until(lambda: bool(both.ended))
     assert both.right
-    await both.close()
 
 
 async def test_a_cancelled_write_fails_and_is_still(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    both: Pair, arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = Pair(arena, directory)
-    await both.map()
     held, go = stall_copies(monkeypatch)
     every = np.arange(SLOTS)
     both.write(every, every, grant=1)
@@ -780,7 +714,6 @@ async def test_a_cancelled_write_fails_and_is_still(
     await asyncio.sleep(0.05)
     assert np.array_equal(arena.mapping.array, frozen)
     assert not frozen[-ROW:].any(), "it stopped before its end"
-    await both.close()
 
 
 def stall_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
@@ -797,10 +730,8 @@ def stall_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, thre
 
 
 async def test_a_session_is_unmapped_only_when_its_writes_have_ended(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    both: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = Pair(arena, directory)
-    await both.map()
     held, go = stall_copies(monkeypatch)
     every = np.arange(SLOTS)
     both.want(both.write(every, every, grant=1))
@@ -816,7 +747,6 @@ async def test_a_session_is_unmapped_only_when_its_writes_have_ended(
     await until(lambda: both.owner.quiet(WRITER))
     assert both.ended[1:] == [(1, Outcome.LANDED, "")]
     assert both.right
-    await both.close()
 
 
 async def test_close_waits_for_what_is_in_flight(
@@ -841,13 +771,11 @@ async def test_close_waits_for_what_is_in_flight(
     assert not [each for each in threading.enumerate() if each.name.startswith("pdtransfer")]
 
 
-async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(arena: ArenaMemory, directory: Path) -> None:
-    both = Pair(arena, directory)
+async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(unmapped: Pair, arena: ArenaMemory) -> None:
     beyond = component(page_first(slots=SLOTS + 1))
     with pytest.raises(RemoteProtocolError, match=f"ends at byte {beyond.layout.end}, of {arena.byte_count}"):
-        await both.writer.map(WRITER, await both.owner.offer(WRITER), (beyond,))
-    assert both.owner.quiet(WRITER)
-    await both.close()
+        await unmapped.writer.map(WRITER, await unmapped.owner.offer(WRITER), (beyond,))
+    assert unmapped.owner.quiet(WRITER)
 
 
 @pytest.mark.parametrize(
@@ -859,13 +787,9 @@ async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(arena: A
         (component(page_first(first_layer=1)), "layers: source 0..3, target 1..4"),
     ],
 )
-async def test_another_model_is_refused_field_by_field(
-    arena: ArenaMemory, directory: Path, theirs: Component, text: str
-) -> None:
-    both = Pair(arena, directory)
+async def test_another_model_is_refused_field_by_field(unmapped: Pair, theirs: Component, text: str) -> None:
     with pytest.raises(LayoutMismatchError, match=text):
-        await both.writer.map(WRITER, await both.owner.offer(WRITER), (theirs,))
-    await both.close()
+        await unmapped.writer.map(WRITER, await unmapped.owner.offer(WRITER), (theirs,))
 
 
 @pytest.mark.parametrize("way", ["cancel", "unmap"])
@@ -900,9 +824,7 @@ async def test_a_map_that_nobody_wants_any_more_leaves_no_lock(
 
 
 @pytest.mark.parametrize("count", [1, 4_000])
-async def test_a_slot_outside_its_side_fails_that_write_alone(arena: ArenaMemory, directory: Path, count: int) -> None:
-    both = Pair(arena, directory)
-    await both.map()
+async def test_a_slot_outside_its_side_fails_that_write_alone(both: Pair, count: int) -> None:
     inside, outside = np.arange(count), np.arange(SLOTS - count + 1, SLOTS + 1)
     both.write(inside, outside, grant=1)
     both.want(both.write(inside, inside, grant=1))
@@ -912,7 +834,6 @@ async def test_a_slot_outside_its_side_fails_that_write_alone(arena: ArenaMemory
     assert f"outside 0..{SLOTS - 1}" in outcomes[1][1]
     assert outcomes[2][0] is Outcome.LANDED
     assert both.right
-    await both.close()
 
 
 async def test_a_copy_that_raises_fails_its_write_and_not_its_thread(
@@ -939,11 +860,9 @@ async def test_a_copy_that_raises_fails_its_write_and_not_its_thread(
 
 @pytest.mark.parametrize("entered", [True, False])
 async def test_a_write_that_cannot_be_made_fails_and_holds_no_session(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, entered: bool
+    both: Pair, monkeypatch: pytest.MonkeyPatch, entered: bool
 ) -> None:
     """Whether its slots are entered when it is ordered, or later."""
-    both = Pair(arena, directory)
-    await both.map()
     failures = iter([True])
 
     def failing(*args: Any, **kwargs: Any) -> CopyWork:
@@ -963,14 +882,9 @@ async def test_a_write_that_cannot_be_made_fails_and_holds_no_session(
     assert both.right
     both.writer.unmap(WRITER)
     await until(lambda: both.owner.quiet(WRITER))
-    await both.close()
 
 
-async def test_a_report_that_raises_costs_no_other_report(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = Pair(arena, directory)
-    await both.map()
+async def test_a_report_that_raises_costs_no_other_report(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(str(context["exception"])))
 
@@ -989,14 +903,11 @@ async def test_a_report_that_raises_costs_no_other_report(
     assert errors == ["broken"]
     both.writer.unmap(WRITER)
     await until(lambda: both.owner.quiet(WRITER))
-    await both.close()
 
 
 async def test_the_loop_copies_a_bounded_share_of_small_writes_itself(
-    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+    both: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = Pair(arena, directory)
-    await both.map()
     loop, here, inline = asyncio.get_running_loop(), threading.get_ident(), Counter[int]()
     copy, turn = kernels.copy, 0
 
@@ -1020,7 +931,6 @@ async def test_the_loop_copies_a_bounded_share_of_small_writes_itself(
     assert max(inline.values()) == 5 * 184_320
     assert len(inline) == 20
     assert both.right
-    await both.close()
 
 
 # Turns

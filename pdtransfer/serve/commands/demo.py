@@ -69,7 +69,11 @@ class DemoAnswer:
     error: str = ""
     facts: dict[str, Any] = field(default_factory=dict[str, Any])  # the router's `pdtransfer` object
     differs: tuple[str, ...] = ()  # digests that differ from the single process's
-    identical: bool = False
+
+    @property
+    def identical(self) -> bool:
+        """Whether it came, and is that of the single process."""
+        return not self.error and not self.differs
 
 
 def run(config: DemoConfig) -> int:
@@ -133,7 +137,6 @@ async def _show(config: DemoConfig, logs: Path) -> int:
     for answer, expected in zip(answers, digests, strict=True):
         # An empty digest is of nothing: an engine's options may switch digests off.
         answer.differs = tuple(name for name, value in expected.items() if not value or answer.facts.get(name) != value)
-        answer.identical = not answer.error and not answer.differs
     report = make_report(config, answers, seconds, leaked)
     if config.verify:
         report |= {name: metrics[f"pdtransfer_{name}"] for name in ("grants_verified", "grants_mismatched")}

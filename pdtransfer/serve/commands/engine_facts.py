@@ -78,7 +78,7 @@ def run(prefill: str, decode: str, *, api_key: Path | None, json: bool) -> int:
     not a URL, and WorldError for a server that does not tell its facts."""
     if not decode:
         raise ConfigError("decode_url: missing: name a prefill and a decode server, or none")
-    key = "" if api_key is None else read_api_key(api_key)
+    key = read_api_key(api_key)
     ours = _Server("prefill_url", prefill, key, wait_s=WAIT_S)
     theirs = _Server("decode_url", decode, key, wait_s=WAIT_S)
     first, second = ours.identity(), theirs.identity()

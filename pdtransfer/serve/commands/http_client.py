@@ -59,8 +59,10 @@ class HttpClient:
         self._connection.close()
 
 
-def read_api_key(path: Path) -> str:
-    """Reads an API key. Raises ConfigError."""
+def read_api_key(path: Path | None) -> str:
+    """Reads an API key; empty without a file. Raises ConfigError."""
+    if path is None:
+        return ""
     try:
         key = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

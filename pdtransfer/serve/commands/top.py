@@ -14,8 +14,9 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from ...errors import ConfigError, RemoteProtocolError, WorldError
 from ...schema import parse
@@ -51,21 +52,6 @@ class StatusSource(HttpClient):
             raise WorldError(f"{self.url}/status: {error}") from None
 
 
-class _Screen:
-    """What is drawn: the latest document, and why there is no newer one."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.status: FleetStatus | None = None
-        self.why = ""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        height = options.height or console.height
-        yield view(
-            self.status, self.url, self.why, width=options.max_width, height=height, ascii_only=options.ascii_only
-        )
-
-
 def top(
     *,
     router: Annotated[str, Parameter(help="The router's URL.")] = "http://127.0.0.1:8000",
@@ -77,17 +63,14 @@ def top(
     """The command `pdtransfer top`; returns its exit status. Raises ConfigError and WorldError."""
     if not 0.1 <= interval <= 3_600:
         raise ConfigError(f"interval = {interval}: must be 0.1 to 3600 seconds")
-    source = StatusSource(router, "" if api_key is None else read_api_key(api_key))
+    source = StatusSource(router, read_api_key(api_key))
     console = Console(highlight=False, markup=False, emoji=False)
     try:
         if json:
             print(source.json())
             return 0
         if once or not console.is_terminal:
-            ascii_only = console.options.ascii_only
-            console.print(
-                view(source.status(), source.url, "", width=console.width, height=None, ascii_only=ascii_only)
-            )
+            console.print(_picture(console, source.status(), source.url, height=None))
             return 0
         with _single_keys() as key_pressed:
             _watch(source, console, interval, key_pressed)
@@ -96,17 +79,23 @@ def top(
         source.close()
 
 
+def _picture(
+    console: Console, status: FleetStatus | None, url: str, why: str = "", *, height: int | None
+) -> Text:  # fmt: skip
+    return view(status, url, why, width=console.width, height=height, ascii_only=console.options.ascii_only)
+
+
 def _watch(source: StatusSource, console: Console, interval_s: float, key_pressed: Callable[[float], str]) -> None:
     """Draws until `q` is pressed. A router that does not answer is asked again."""
-    screen = _Screen(source.url)
-    with Live(screen, console=console, screen=True, auto_refresh=False, transient=True) as live:
+    status: FleetStatus | None = None
+    with Live(console=console, screen=True, auto_refresh=False, transient=True) as live:
         while True:
-            began_s = time.monotonic()
+            began_s, why = time.monotonic(), ""
             try:
-                screen.status, screen.why = source.status(), ""
+                status = source.status()
             except WorldError as error:
-                screen.why = str(error)
-            live.refresh()
+                why = str(error)
+            live.update(_picture(console, status, source.url, why, height=console.height), refresh=True)
             if key_pressed(max(0.0, began_s + interval_s - time.monotonic())) in ("q", "Q"):
                 return
 

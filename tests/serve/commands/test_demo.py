@@ -345,7 +345,7 @@ def test_a_failed_demo_shows_the_daemons_warnings(
 
 def test_prompts_and_answers_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made = answered("Why is [red]?")
-    made.text, made.identical = " Because.\n\nSo. ", True
+    made.text = " Because.\n\nSo. "
     for figures in ("- 4,000,000 2.00 1.00 ms 4 0.50 s yes", "4,000,000 1.00 ms 4 yes"):
         demo.show([made], demo.make_report(DemoConfig(requests=1), [made], 1.0, 0), speaks=True)
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]

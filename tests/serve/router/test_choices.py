@@ -17,7 +17,7 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.daemons.answer import TURN_TOKENS_MAX, Answer, AnswerText, Choice
-from pdtransfer.serve.router.backends.daemons.answers import LOGPROBS_INLINE_MAX, AnswerForm
+from pdtransfer.serve.router.backends.daemons.answers import LOGPROBS_INLINE_MAX
 from pdtransfer.serve.router.backends.daemons.router_effects import Finish, RoomReport
 from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
@@ -251,7 +251,7 @@ async def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None
     for index, room in enumerate(completion.rooms):
         text = AnswerText(BytesText(), room.sampling, completion.stops, keep_stop=False)
         choices.append(Choice(client, news, partial(stopping, index), text, echo="", began_s=0.0))
-    answer = Answer(AnswerForm(replace(completion, chat=True), 1, 0, BytesText()), choices, news, lambda: None)
+    answer = Answer(replace(completion, chat=True), 1, BytesText(), choices, news, lambda: None)
     for index, choice in enumerate(choices):
         choice.put([97] * count + [98], scores + Logprobs(-1.0).pack(), 0.0)
         if index or stop is None:
@@ -259,7 +259,7 @@ async def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None
 
     async def other() -> None:
         nonlocal turns
-        while len(answer.ended) < len(choices):
+        while not answer.ended:
             turns += 1
             await asyncio.sleep(0)
 
@@ -277,18 +277,18 @@ async def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None
     assert texts == ["a" * count + ("" if stop else "b")] * 3
     assert own == [[-float(index) for index in range(count)] + ([] if stop else [-1.0])] * 3
     assert (turns >= 9, stopped) == (True, [0] if stop else [])
-    assert [choice.tokens for choice in answer.ended] == [count + 1] * 3
+    assert [choice.text.tokens for choice in choices] == [count + 1] * 3
 
 
 @pytest.mark.parametrize("chat", [False, True])
 async def test_many_logprobs_are_written_on_a_thread(chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, whole = [], AnswerForm.whole
+    threads, written = [], Answer._written
 
-    def watched(self: AnswerForm, *args):
+    def watched(self: Answer, *args):
         threads.append(threading.current_thread() is threading.main_thread())
-        return whole(self, *args)
+        return written(self, *args)
 
-    monkeypatch.setattr(AnswerForm, "whole", watched)
+    monkeypatch.setattr(Answer, "_written", watched)
     async with site() as it:
         path, asked = (CHAT, {"messages": [{"role": "user", "content": "a"}]}) if chat else ("/v1/completions", {})
         for count in (2, LOGPROBS_INLINE_MAX):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+
+import msgspec
 
 from .....errors import SUCCESSES
 from .....wire import End, Sampling, unpack_logprobs
@@ -13,8 +16,9 @@ from ....tracing.ended_request import EndedRequest
 from ...front.client_request import ClientRequest, spans_of
 from ...front.json_bodies import AnswerFailedError
 from ...front.text import TextCodec
-from .answers import LOGPROBS_INLINE_MAX, AnswerForm, EndedChoice, ScoredToken, TextPiece
-from .router_effects import Fail, Finish, Retry
+from .answers import LOGPROBS_INLINE_MAX, ScoredToken, TextPiece, extension, logprobs
+from .completions import Completion
+from .router_effects import Fail, Finish, Retry, RoomReport
 
 
 class AnswerText:
@@ -123,7 +127,7 @@ class Choice:
         self._logprobs = bytearray()
         self.text, self._echo, self.shown = text, echo, False  # shown: a stream has a part of it
         self.end: Finish | Fail | None = None  # of its last room
-        self.ended: EndedChoice | None = None  # once its text is complete
+        self.finish_reason: str | None = None  # once its text is complete
         self._begin_room(began_s)
 
     def _begin_room(self, now: float) -> None:
@@ -191,6 +195,12 @@ class Choice:
         """Ids that were not taken."""
         return len(self._ids)
 
+    @property
+    def room(self) -> RoomReport:
+        """What is known of its last room, once its text is complete."""
+        assert isinstance(self.end, Finish)
+        return self.end.room
+
     def advance(self, most: int) -> tuple[TextPiece | None, int]:
         """Makes text of the next ids; None where it has nothing new. Returns how many ids they were, too."""
         count = min(most, len(self._ids))
@@ -206,8 +216,7 @@ class Choice:
         if isinstance(finish, Finish):
             piece += self.text.end()
             decoded = finish.room.decode is None or finish.room.decode.reason == "stop"
-            reason = "stop" if self.text.stopped or decoded else "length"
-            self.ended = EndedChoice(reason, self.text.tokens, finish.room)
+            self.finish_reason = "stop" if self.text.stopped or decoded else "length"
         if self._echo:
             piece, self._echo = TextPiece(self._echo) + piece, ""
         return piece, count
@@ -220,20 +229,24 @@ def _seconds(end: End | None, field: str) -> float | None:
 
 class Answer:
     """All choices of one answer: as AnswerStream its server-sent events, or all of it. One failure fails the answer.
-    `close` is called at its end."""
+    `request` names it, and `close` is called at its end."""
 
     status, length, events = 200, None, True
     headers: Mapping[str, str] = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
-    def __init__(self, form: AnswerForm, choices: list[Choice], news: asyncio.Event, close: Callable[[], None]) -> None:
-        self._form, self._choices, self._news, self._close = form, choices, news, close
+    def __init__(
+        self, completion: Completion, request: int, codec: TextCodec, choices: list[Choice], news: asyncio.Event,
+        close: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._completion, self._request, self._created = completion, request, int(time.time())
+        self._codec, self._choices, self._news, self._close = codec, choices, news, close
         self._pieces: dict[int, TextPiece] = {}
         self._complete = False
 
     @property
-    def ended(self) -> list[EndedChoice]:
-        """Choices that are complete."""
-        return [choice.ended for choice in self._choices if choice.ended is not None]
+    def ended(self) -> bool:
+        """Whether all choices are complete."""
+        return None not in [choice.finish_reason for choice in self._choices]
 
     async def _next(self) -> dict[int, TextPiece]:
         """Waits for the next pieces, by the number of their choice: of TURN_TOKENS_MAX tokens together. Raises
@@ -245,7 +258,7 @@ class Answer:
         pieces: dict[int, TextPiece] = {}
         left = TURN_TOKENS_MAX
         for index, choice in enumerate(self._choices):
-            if choice.ended is not None:
+            if choice.finish_reason is not None:
                 continue
             if isinstance(choice.end, Fail):
                 raise AnswerFailedError(choice.end.detail, choice.end.cause, retry_ms=choice.end.retry_ms)
@@ -253,20 +266,20 @@ class Answer:
             left -= count
             if piece is not None:
                 pieces[index] = piece
-            if choice.waiting and choice.ended is None:
+            if choice.waiting and choice.finish_reason is None:
                 self._news.set()
         return pieces
 
     async def whole(self) -> bytes:
-        """All of it. Raises AnswerFailedError."""
+        """All of it, in one object. Raises AnswerFailedError."""
         pieces: list[list[TextPiece]] = [[] for _ in self._choices]
-        while len(self.ended) < len(self._choices):
+        while not self.ended:
             for index, piece in (await self._next()).items():
                 pieces[index].append(piece)
         texts = [TextPiece.joined(choice) for choice in pieces]
         if sum(len(text.tokens) for text in texts) <= LOGPROBS_INLINE_MAX:
-            return self._form.whole(texts, self.ended)
-        return await asyncio.to_thread(self._form.whole, texts, self.ended)
+            return self._written(texts)
+        return await asyncio.to_thread(self._written, texts)
 
     async def begin(self) -> None:
         """Waits for the first pieces. Raises AnswerFailedError: nothing was sent yet, so a status can report it."""
@@ -279,15 +292,11 @@ class Answer:
             return b""
         await self.begin()
         pieces, self._pieces = self._pieces, {}
-        events: list[bytes] = []
-        for index, piece in pieces.items():
-            choice = self._choices[index]
-            events.append(self._form.chunk(index, piece, first=not choice.shown, ended=choice.ended))
-            choice.shown = True
-        if len(self.ended) == len(self._choices):
+        events = [self._chunk(index, piece) for index, piece in pieces.items()]
+        if self.ended:
             self._complete = True
-            if self._form.completion.include_usage:
-                events.append(self._form.usage_chunk(self.ended))
+            if self._completion.include_usage:
+                events.append(self._object([], {"usage": self._usage()}, chunk=True))
             events.append(b"[DONE]")
         return b"".join(b"data: " + event + b"\n\n" for event in events)
 
@@ -295,3 +304,62 @@ class Answer:
         """As AnswerStream.close. A room knows itself whether it is complete."""
         del complete
         self._close()
+
+    # Its objects
+
+    def _chunk(self, index: int, piece: TextPiece) -> bytes:
+        """One chunk of a stream; the last of a choice has its finish reason and the `pdtransfer` extension."""
+        choice = self._choices[index]
+        delta = {"content": piece.text} if choice.shown else {"role": "assistant", "content": piece.text}
+        choice.shown = True
+        more: dict[str, object] = {"usage": None} if self._completion.include_usage else {}
+        if choice.finish_reason is not None:
+            more["pdtransfer"] = extension(choice.room)
+        content = {"delta": delta} if self._completion.chat else {"text": piece.text}
+        return self._object([self._of_choice(index, piece, content)], more, chunk=True)
+
+    def _written(self, texts: Sequence[TextPiece]) -> bytes:
+        """The answer in one object. `pdtransfer` is one extension, or a list where there are several choices."""
+        choices: list[object] = []
+        for index, piece in enumerate(texts):
+            message = {"role": "assistant", "content": piece.text, "refusal": None}
+            content = {"message": message} if self._completion.chat else {"text": piece.text}
+            choices.append(self._of_choice(index, piece, content))
+        extensions = [extension(choice.room) for choice in self._choices]
+        more = {"usage": self._usage(), "pdtransfer": extensions if len(extensions) > 1 else extensions[0]}
+        return self._object(choices, more, chunk=False)
+
+    def _of_choice(self, index: int, piece: TextPiece, content: Mapping[str, object]) -> dict[str, object]:
+        completion, scores = self._completion, None
+        if completion.rooms[0].sampling.logprobs:
+            scores = logprobs(self._codec, piece.tokens, chat=completion.chat)
+        reason = self._choices[index].finish_reason
+        return {"index": index, **content, "logprobs": scores, "finish_reason": reason}
+
+    def _usage(self) -> dict[str, object]:
+        """OpenAI's usage. Cached tokens are those of the first choice of each prompt, and missing where a stop string
+        ended one of these, since decode reports them at its own end, or where one was resumed."""
+        prompt_tokens = self._completion.prompt_tokens
+        completion_tokens = sum(choice.text.tokens for choice in self._choices)
+        rooms = [choice.room for choice in self._choices[:: self._completion.n]]
+        prefixes = [room.decode.prefix for room in rooms if room.decode is not None and not room.resumptions]
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(prefixes)} if len(prefixes) == len(rooms) else None,
+        }
+
+    def _object(self, choices: Sequence[object], more: Mapping[str, object], *, chunk: bool) -> bytes:
+        chat = self._completion.chat
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
+        return msgspec.json.encode(
+            {
+                "id": f"{'chatcmpl' if chat else 'cmpl'}-{self._request:016x}",
+                "object": kind,
+                "created": self._created,
+                "model": self._completion.model or "",
+                "choices": choices,
+                **more,
+            }
+        )

@@ -1,4 +1,4 @@
-"""The JSON objects that answer OpenAI's endpoints, whole and in chunks; no I/O."""
+"""Parts of the JSON objects that answer OpenAI's endpoints, and lists of models; no I/O."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from msgspec import Raw
 
 from .....wire import End, Logprobs
 from ...front.text import TextCodec, token_name
-from .completions import Completion
 from .router_effects import RoomReport
 
 LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
@@ -40,118 +40,35 @@ class TextPiece:
         return TextPiece("".join(piece.text for piece in pieces), tuple(t for piece in pieces for t in piece.tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class EndedChoice:
-    """A choice that is complete."""
-
-    finish_reason: str
-    tokens: int
-    room: RoomReport
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """What all objects of one answer have in common. `created` is Unix time in seconds."""
-
-    completion: Completion
-    request: int
-    created: int
-    text: TextCodec
-
-    def chunk(self, index: int, piece: TextPiece, *, first: bool, ended: EndedChoice | None = None) -> bytes:
-        """One chunk of a stream; the last of a choice has its finish reason and the `pdtransfer` extension."""
-        choice = {
-            "index": index,
-            **({"delta": _delta(piece.text, first=first)} if self.completion.chat else {"text": piece.text}),
-            "logprobs": self._logprobs(piece.tokens),
-            "finish_reason": None if ended is None else ended.finish_reason,
-        }
-        more: dict[str, object] = {"usage": None} if self.completion.include_usage else {}
-        if ended is not None:
-            more["pdtransfer"] = extension(ended.room)
-        return self._object([choice], chunk=True, more=more)
-
-    def usage_chunk(self, ended: Sequence[EndedChoice]) -> bytes:
-        """The usage alone, which ends a stream where it was asked for."""
-        return self._object([], chunk=True, more={"usage": self._usage(ended)})
-
-    def _usage(self, ended: Sequence[EndedChoice]) -> dict[str, object]:
-        """OpenAI's usage. Cached tokens are those of the first choice of each prompt, and missing where a stop string
-        ended one of these, since decode reports them at its own end, or where one was resumed."""
-        prompt_tokens, completion_tokens = self.completion.prompt_tokens, sum(choice.tokens for choice in ended)
-        ends = [None if choice.room.resumptions else choice.room.decode for choice in ended[:: self.completion.n]]
-        prefixes = [room.prefix for room in ends if room is not None]
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(prefixes)} if len(prefixes) == len(ends) else None,
-        }
-
-    def whole(self, texts: Sequence[TextPiece], ended: Sequence[EndedChoice]) -> bytes:
-        """The answer in one object. `pdtransfer` is one extension, or a list where there are several choices."""
-        choices = [
-            {
-                "index": index,
-                **({"message": _message(text.text)} if self.completion.chat else {"text": text.text}),
-                "logprobs": self._logprobs(text.tokens),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, (text, choice) in enumerate(zip(texts, ended, strict=True))
-        ]
-        extensions = [extension(choice.room) for choice in ended]
-        more = {"usage": self._usage(ended), "pdtransfer": extensions if len(extensions) > 1 else extensions[0]}
-        return self._object(choices, chunk=False, more=more)
-
-    def _object(self, choices: Sequence[object], *, chunk: bool, more: Mapping[str, object]) -> bytes:
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.completion.chat else "text_completion"
-        return msgspec.json.encode(
-            {
-                "id": f"{'chatcmpl' if self.completion.chat else 'cmpl'}-{self.request:016x}",
-                "object": kind,
-                "created": self.created,
-                "model": self.completion.model or "",
-                "choices": choices,
-                **more,
-            }
-        )
-
-    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, object] | None:
-        if not self.completion.rooms[0].sampling.logprobs:
-            return None
-        if self.completion.chat:
-            # Written one by one: one call for all would hold the interpreter's lock for as long.
-            content = [msgspec.Raw(msgspec.json.encode(self._scored(token))) for token in tokens]
-            return {"content": content, "refusal": None}
-        return {
-            "tokens": [token_name(self.text, token.id) for token in tokens],
-            "token_logprobs": [token.logprobs.own for token in tokens],
-            "top_logprobs": [msgspec.Raw(msgspec.json.encode(self._by_name(token))) for token in tokens],
-            "text_offset": [token.offset for token in tokens],
-        }
-
-    def _by_name(self, token: ScoredToken) -> dict[str, float]:
-        """The alternatives, and the token itself; of several with one text the likeliest."""
-        named: dict[str, float] = {}
-        for token_id, value in (*token.logprobs.top, (token.id, token.logprobs.own)):
-            named.setdefault(token_name(self.text, token_id), value)
-        return named
-
-    def _scored(self, token: ScoredToken) -> dict[str, object]:
-        top = [self._named(token_id, value) for token_id, value in token.logprobs.top]
-        return {**self._named(token.id, token.logprobs.own), "top_logprobs": top}
-
-    def _named(self, token: int, logprob: float) -> dict[str, object]:
-        content = self.text.token_bytes(token)
-        return {"token": token_name(self.text, token), "logprob": logprob, "bytes": list(content) if content else None}
+def logprobs(text: TextCodec, tokens: Sequence[ScoredToken], *, chat: bool) -> dict[str, object]:
+    """The logprobs of these tokens, as the endpoint has them. Written one by one: one call for all would hold the
+    interpreter's lock for as long."""
+    if chat:
+        return {"content": [Raw(msgspec.json.encode(_scored(text, token))) for token in tokens], "refusal": None}
+    return {
+        "tokens": [token_name(text, token.id) for token in tokens],
+        "token_logprobs": [token.logprobs.own for token in tokens],
+        "top_logprobs": [Raw(msgspec.json.encode(_by_name(text, token))) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
+    }
 
 
-def _delta(text: str, *, first: bool) -> dict[str, object]:
-    return {**({"role": "assistant"} if first else {}), "content": text}
+def _by_name(text: TextCodec, token: ScoredToken) -> dict[str, float]:
+    """The alternatives, and the token itself; of several with one text the likeliest."""
+    named: dict[str, float] = {}
+    for token_id, value in (*token.logprobs.top, (token.id, token.logprobs.own)):
+        named.setdefault(token_name(text, token_id), value)
+    return named
 
 
-def _message(text: str) -> dict[str, object]:
-    return {"role": "assistant", "content": text, "refusal": None}
+def _scored(text: TextCodec, token: ScoredToken) -> dict[str, object]:
+    top = [_named(text, token_id, value) for token_id, value in token.logprobs.top]
+    return {**_named(text, token.id, token.logprobs.own), "top_logprobs": top}
+
+
+def _named(text: TextCodec, token: int, logprob: float) -> dict[str, object]:
+    content = text.token_bytes(token)
+    return {"token": token_name(text, token), "logprob": logprob, "bytes": list(content) if content else None}
 
 
 def extension(room: RoomReport) -> dict[str, object]:

@@ -34,7 +34,7 @@ from ...front.json_bodies import Read, RefusedRequestError, WholeAnswer
 from ...front.status import RouterMetrics
 from ...front.text import load_text
 from .answer import Answer, AnswerText, Choice
-from .answers import AnswerForm, models, one_model
+from .answers import models, one_model
 from .completions import Completion, ReadBody, completion_of, detokenized, read_body, tokenized
 from .router_effects import Emit, Fail, Finish, Retry, RoutingEffect, WorkerChanged, WorkerLeft
 from .router_rooms import rooms_by_progress
@@ -295,8 +295,8 @@ class Daemons:
             client.rooms.append(room_id)
             self._perform(effects)
             of.prompt_tokens.inc(len(room.prompt) // 4)
-        form = AnswerForm(request, next(iter(choices)), int(time.time()), self.text)
-        return Answer(form, list(choices.values()), news, lambda: self._end(choices, request))
+        close = partial(self._end, choices, request)
+        return Answer(request, next(iter(choices)), self.text, list(choices.values()), news, close)
 
     def _stop(self, request: int) -> None:
         """A stop string was met."""

@@ -18,7 +18,7 @@ from ....bus.keys import AllowList, address_of, is_literal
 from ....errors import ConfigError, WorldError, missing_extra
 from ....limits import WORKERS_MAX
 from ...settings.router import RouterConfig
-from .membership import ListedWorkers, Membership, log_once, unchanged
+from .membership import ListedWorkers, Membership, log_unchanged
 from .roles import Role
 
 if TYPE_CHECKING:
@@ -185,8 +185,7 @@ class DnsFollower:
                 elif logged and not why:
                     log.info("%s: %d workers", source, len(listed.workers))
             except Exception as error:  # noqa: BLE001 (it is followed for as long as the router runs)
-                why = f"{source}: {unchanged(error)}"
-                log_once(why, logged, error)
+                why = log_unchanged(error, logged, f"{source}: ")
             logged = why
             await asyncio.sleep(wait_s)
 

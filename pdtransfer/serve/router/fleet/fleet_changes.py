@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...settings.router import RouterConfig
-from .membership import Membership, WorkerSite, log_once, unchanged
+from .membership import Membership, WorkerSite, log_unchanged
 
 if TYPE_CHECKING:
     from .admin import AdminApi
@@ -84,8 +84,7 @@ class FleetChanges:
                 if changed:
                     log.info("%s: %d workers", path, len(workers))
             except Exception as error:  # noqa: BLE001 (it is followed for as long as the router runs)
-                why, followed = unchanged(error), False
-                log_once(why, logged, error)
+                why, followed = log_unchanged(error, logged), False
             logged, retry_at = why, _later(followed)
 
 

@@ -179,13 +179,11 @@ class Membership:
         return workers
 
 
-def unchanged(error: Exception) -> str:
-    """What is logged of a source that could not be followed."""
-    named = str(error) if isinstance(error, PDTransferError) else f"{type(error).__name__}: {error}"
-    return f"the workers are unchanged: {named}"
-
-
-def log_once(why: str, logged: str, error: Exception) -> None:
-    """Logs a reason once; with its traceback where it is our bug."""
+def log_unchanged(error: Exception, logged: str, source: str = "") -> str:
+    """Logs why a source could not be followed, unless that is what was `logged` last; with the traceback where it is
+    our bug. Returns it."""
+    bug = None if isinstance(error, PDTransferError) else error
+    why = f"{source}the workers are unchanged: {error if bug is None else f'{type(error).__name__}: {error}'}"
     if why != logged:
-        log.error("%s", why, exc_info=None if isinstance(error, PDTransferError) else error)
+        log.error("%s", why, exc_info=bug)
+    return why

@@ -15,4 +15,5 @@ def relayed(
     """The request of this body: bytes, or what is to be JSON."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     read = read_for_servers(raw, text=BytesText(), engine=engine, block_tokens=block_tokens, path=path)
-    return read.received(raw, path=path, request_id="r", headers={"X-Request-Id": "r"})
+    read.body, read.path, read.request_id, read.headers = raw, path, "r", {"X-Request-Id": "r"}
+    return read

@@ -228,9 +228,9 @@ class Servers:
 
     def request(self, read: ServerRequest, body: bytes, client: ClientRequest) -> ServerRequest:
         """The request that is passed on."""
-        request = read.received(body, path=client.path, request_id=client.request_id, headers=_headers(client))
-        request.apart = 1 if self._dialect.apart(request) is None else request.choices
-        return request
+        read.body, read.path, read.request_id, read.headers = body, client.path, client.request_id, _headers(client)
+        read.apart = 1 if self._dialect.apart(read) is None else read.choices
+        return read
 
     async def answer(self, request: ServerRequest, client: ClientRequest) -> Relay | Choices:
         """Tries pairs of servers until an answer has begun."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -104,6 +104,7 @@ def none_healthy(role: str, servers: Sequence[Server]) -> NoPair:
     return NoPair(f"no {role} server is healthy: {'; '.join(whys) or 'none is named'}", None)
 
 
+@dataclass(frozen=True, slots=True)
 class FewestAnswers:
     """The prefill and the decode server with the fewest open answers, then with the fewest requests so far.
 
@@ -114,41 +115,32 @@ class FewestAnswers:
     at a time, since they delay the answers that it generates.
     """
 
-    def __init__(
-        self,
-        prefill: Sequence[Server],
-        decode: Sequence[Server],
-        limits: Limits,
-        *,
-        without_prefill: bool,
-        keep_turns: bool,
-    ) -> None:
-        """`without_prefill`: decode may serve while there is no healthy prefill server. `keep_turns`: it may compute
-        the next turns of what it holds."""
-        self._servers = {"prefill": prefill, "decode": decode}
-        self._limits, self._without_prefill, self._keep_turns = limits, without_prefill, keep_turns
+    servers: Mapping[Role, Sequence[Server]]
+    limits: Limits
+    without_prefill: bool  # decode may serve while there is no healthy prefill server
+    keeps_turns: bool  # decode may compute the next turns of what it holds
 
     def choose(self, keys: tuple[bytes, ...], avoid: Collection[Server]) -> ServerPair | NoPair:
         """The best pair for a prompt of these blocks; servers in `avoid` come last."""
         chosen: dict[str, Server] = {}
-        for role, servers in self._servers.items():
+        for role, servers in self.servers.items():
             healthy = [server for server in servers if server.usable]
             if healthy:
                 chosen[role] = min(healthy, key=lambda server: (server in avoid, self._cost(server, keys), server.sent))
-            elif role == "decode" or not self._without_prefill:
+            elif role == "decode" or not self.without_prefill:
                 return none_healthy(role, servers)
         prefill, decode = chosen.get("prefill"), chosen["decode"]
         blocks_held = decode.known.held(keys)
-        rest = (len(keys) - blocks_held) * self._limits.prefix_block_tokens
-        fits = decode.computing + rest <= self._limits.turn_tokens_max and len(keys) < PREFIX_PLACED_BLOCKS_MAX
-        turn = self._keep_turns and blocks_held > 0 and fits and decode not in avoid
+        rest = (len(keys) - blocks_held) * self.limits.prefix_block_tokens
+        fits = decode.computing + rest <= self.limits.turn_tokens_max and len(keys) < PREFIX_PLACED_BLOCKS_MAX
+        turn = self.keeps_turns and blocks_held > 0 and fits and decode not in avoid
         if prefill is not None and (turn or prefill is decode.twin):
             return Pair(None, decode, computed=rest)
         return Pair(prefill, decode)
 
     def _cost(self, server: Server, keys: tuple[bytes, ...]) -> float:
         share_held = server.known.count(keys) / len(keys) if keys else 0.0
-        return server.load - self._limits.prefix_weight * share_held
+        return server.load - self.limits.prefix_weight * share_held
 
 
 class ServerPool:
@@ -166,13 +158,12 @@ class ServerPool:
         """`without_prefill`: decode may serve while there is no healthy prefill server. `decode_computes`: it can
         compute a prompt."""
         self._limits, self._without_prefill = limits, without_prefill
-        self._keeps_turns = decode_computes and limits.turn_tokens_max > 0
         self.prefill = [self._new(url, "prefill") for url in prefill]
         self.decode = [self._new(url, "decode") for url in decode]
         self._pair_twins()
-        self._policy = FewestAnswers(
-            self.prefill, self.decode, limits, without_prefill=without_prefill, keep_turns=self._keeps_turns
-        )
+        servers: dict[Role, list[Server]] = {"prefill": self.prefill, "decode": self.decode}
+        keeps_turns = decode_computes and limits.turn_tokens_max > 0
+        self._policy = FewestAnswers(servers, limits, without_prefill, keeps_turns)
 
     @property
     def all(self) -> list[Server]:
@@ -296,7 +287,9 @@ class ServerPool:
     @property
     def places(self) -> bool:
         """Whether a prompt's blocks matter: decode may compute it, or there is a choice and prefixes have weight."""
-        return self._keeps_turns or (self._limits.prefix_weight > 0 and max(len(self.prefill), len(self.decode)) > 1)
+        return self._policy.keeps_turns or (
+            self._limits.prefix_weight > 0 and max(len(self.prefill), len(self.decode)) > 1
+        )
 
     def one_decode(self) -> Server | NoPair:
         """The healthy decode server with the fewest open answers, for what is no request."""

@@ -31,7 +31,7 @@ Fields = Mapping[str, Raw]
 
 class ServerRequest(Read, kw_only=True, omit_defaults=True):
     """One client's request. Reading its body finds where in it the value of each field lies, the keys of its text's
-    blocks, and how many answers it asks for; `received` adds the rest."""
+    blocks, and how many answers it asks for; `Servers.request` adds the rest."""
 
     spans: dict[str, tuple[int, int]]
     keys: tuple[bytes, ...] = ()
@@ -43,11 +43,6 @@ class ServerRequest(Read, kw_only=True, omit_defaults=True):
     headers: dict[str, str] = {}  # noqa: RUF012 -- that servers get; a Struct copies it
     changes: dict[str, Raw] = {}  # noqa: RUF012 -- fields with other values than the body's
     apart: int = 1  # requests that servers get instead of it, one for each choice
-
-    def received(self, body: bytes, *, path: str, request_id: str, headers: dict[str, str]) -> ServerRequest:
-        """The request that came with the body which was read."""
-        self.body, self.path, self.request_id, self.headers = body, path, request_id, headers
-        return self
 
     @property
     def fields(self) -> dict[str, Raw]:

@@ -88,10 +88,7 @@ class Upstream:
     async def probe(self, server: Server) -> str:
         """Asks a server for its health; returns the reason why it is not healthy, empty if it is."""
         try:
-            async with (
-                asyncio.timeout(self.limits.silence_ms / 1e3),
-                self._session.get(server.url + "/health", allow_redirects=False) as response,
-            ):
+            async with self._asked(server, "/health") as response:
                 return "" if response.status == 200 else f"/health answers {response.status}"
         except (aiohttp.ClientError, OSError) as error:
             return _reason(error) or f"/health has not answered within {self.limits.silence_ms} ms"
@@ -99,15 +96,23 @@ class Upstream:
     async def metrics(self, server: Server, path: str) -> bytes | None:
         """Asks a server for its metrics; None where it has none."""
         try:
-            async with (
-                asyncio.timeout(self.limits.silence_ms / 1e3),
-                self._session.get(server.url + path, allow_redirects=False) as response,
-            ):
+            async with self._asked(server, path) as response:
                 answer = await self.whole(server, response, METRICS_BYTES_MAX)
         except (aiohttp.ClientError, OSError, AttemptFailedError) as error:
             log.debug("%s: %s", server.url, error)
             return None
         return answer.body if answer.status == 200 else None
+
+    @asynccontextmanager
+    async def _asked(
+        self, server: Server, path: str, headers: Mapping[str, str] | None = None, *, wait_ms: int = 0
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """A server's answer to a GET, in this scope and for so long."""
+        async with (
+            asyncio.timeout((wait_ms or self.limits.silence_ms) / 1e3),
+            self._session.get(server.url + path, headers=headers, allow_redirects=False) as response,
+        ):
+            yield response
 
     def lose(self, server: Server, lasted_s: float = 0.0) -> None:
         """Ends all waits for a server that have lasted so long."""
@@ -150,11 +155,7 @@ class Upstream:
 
     async def get(self, server: Server, path: str, headers: Mapping[str, str], *, wait_ms: int) -> WholeAnswer:
         """Asks a server for something small. Raises AttemptFailedError."""
-        async with (
-            self.waiting(server),
-            asyncio.timeout(wait_ms / 1e3),
-            self._session.get(server.url + path, headers=headers, allow_redirects=False) as response,
-        ):
+        async with self.waiting(server), self._asked(server, path, headers, wait_ms=wait_ms) as response:
             return await self.whole(server, response)
 
     async def post(self, server: Server, order: ServerOrder, headers: Mapping[str, str]) -> aiohttp.ClientResponse:

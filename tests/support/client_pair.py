@@ -115,6 +115,12 @@ class Pair:
         self.prefill.finish(room, aux=b"aux of %d" % room)
         return pages
 
+    def moved(self, room: int, tokens: int) -> None:
+        """A whole room, from expect to ready."""
+        self.expect(room, tokens)
+        self.send(room, tokens)
+        self.ready(room)
+
     def serves_again(self, sources: list[str]) -> None:
         """Sends rooms until one lands: decode greets a peer that it may meet again after some seconds."""
         for room in itertools.count(1_000):

@@ -61,6 +61,12 @@ class NodePair:
         assert isinstance(event, RoomReady), event
         return event
 
+    async def moved(self, room: int, tokens: int = 10) -> None:
+        """A whole room, from expect to ready."""
+        self.expect(room, tokens)
+        self.send(room, tokens)
+        await self.ready(room)
+
 
 @asynccontextmanager
 async def node_pair(

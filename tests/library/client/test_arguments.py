@@ -90,9 +90,7 @@ def test_an_argument_that_cannot_be_is_refused_and_disturbs_no_other_room(
     with suppress(LocalProtocolError):  # it is known already
         pair.prefill.set_group([Member("p", "")])
     room = 100 + list(WRONG).index(call)
-    pair.expect(room, 5)
-    pair.send(room, 5)
-    pair.ready(room)
+    pair.moved(room, 5)
     pair.decode.release(room)
     assert not [record for record in caplog.records if record.name == "asyncio"], "a call has raised on the loop"
 

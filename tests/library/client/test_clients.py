@@ -337,9 +337,7 @@ def test_nothing_is_read_before_its_event_fires(pair: Pair) -> None:
 
 
 def test_slots_are_the_engines_until_the_release_event_fires(pair: Pair) -> None:
-    pair.expect(1, 256)
-    pair.send(1, 256)
-    pair.ready(1)
+    pair.moved(1, 256)
     swap_in = Late()
     pair.decode.release(1, after=swap_in)
     pair.expect(2, 10)
@@ -577,9 +575,7 @@ def test_states_of_ended_rooms_are_kept_up_to_a_bound(pair: Pair, monkeypatch: p
     pair.expect(9, 5)
     pair.prefill.open(9, tokens=5)  # under way all the time, and never forgotten
     for room in (1, 2, 3, 4, 5):
-        pair.expect(room, 5)
-        pair.send(room, 5)
-        pair.ready(room)
+        pair.moved(room, 5)
         pair.decode.release(room)
         pair.decode.release(room)
         pair.drained(room)
@@ -612,9 +608,7 @@ def test_close_ends_rooms_under_way_on_both_sides_and_gives_everything_back() ->
     with client_pair() as pair:
         pair.expect(1, 40)
         pair.prefill.open(1, tokens=40)
-        pair.expect(2, 40)
-        pair.send(2, 40)
-        pair.ready(2)
+        pair.moved(2, 40)
         pair.until(lambda: pair.prefill.state(1) is KVPoll.WAITING_FOR_INPUT)
         pair.decode.close()
         pair.poll()
@@ -645,9 +639,7 @@ class Held:
 
 def test_rooms_that_have_landed_are_ready_although_prefill_leaves_before_decode_has_read_it(pair: Pair) -> None:
     """Landed goes by the session's line, and Goodbye by ZMQ: more than a turn of decode's loop reads of a line."""
-    pair.expect(1, 10)
-    pair.send(1, 10)
-    pair.ready(1)
+    pair.moved(1, 10)
     rooms, event = range(2, 42), threading.Event()
     for room in rooms:
         pair.expect(room, 4)
@@ -796,9 +788,7 @@ def test_what_the_loop_does_not_expect_is_raised_by_start(monkeypatch: pytest.Mo
 
 
 def test_a_prefill_that_comes_back_under_its_endpoint_is_served_again(pair: Pair) -> None:
-    pair.expect(1, 40)
-    pair.send(1, 40)
-    pair.ready(1)
+    pair.moved(1, 40)
     pair.decode.release(1)
     pair.drained(1)
     pair.expect(2, 40)

@@ -45,9 +45,7 @@ def test_the_threads_of_a_client_run_where_its_settings_put_them(
 ) -> None:
     monkeypatch.setattr("tests.support.client_pair.CPUS", cpus)
     with client_pair() as pair:
-        pair.expect(1, 16)
-        pair.send(1, 16)
-        pair.ready(1)
+        pair.moved(1, 16)
         assert cpus_of_threads(pair) == {wanted}
     assert os.sched_getaffinity(0) == ONE, "the engine's own thread stays where it is"
 

@@ -181,9 +181,7 @@ async def test_both_nodes_read_their_lines_before_a_tick(monkeypatch: pytest.Mon
     read: list[Bus] = []
     monkeypatch.setattr(Bus, "read_lines", lambda bus, peer=None: None if peer else read.append(bus))
     async with node_pair() as it:
-        it.expect(1)
-        it.send(1)
-        await it.ready(1)
+        await it.moved(1)
         await until(lambda: {it.prefill.bus, it.decode.bus} <= set(read))
 
 
@@ -397,17 +395,13 @@ async def test_a_dialled_peer_has_its_session_before_the_first_room_comes(ends: 
 
 
 async def test_grants_of_a_session_over_shared_memory_go_by_its_line_until_it_ends(ends: NodePair) -> None:
-    ends.expect(1)
-    ends.send(1)
-    await ends.ready(1)
+    await ends.moved(1)
     sessions = set(ends.decode.core.prefill_peers.sessions)
     await until(lambda: set(lines_of(ends.prefill.bus)) == set(lines_of(ends.decode.bus)) == sessions)
     (line,) = lines_of(ends.prefill.bus).values()
     sent: list[bytes] = []
     send, line.send = line.send, lambda frame: bool(sent.append(frame)) or send(frame)
-    ends.expect(2)
-    ends.send(2)
-    await ends.ready(2)
+    await ends.moved(2)
     assert [type(decode(frame)) for frame in sent] == [Granted, Landed]
     ends.decode.receive(ends.endpoint, revoked())
     assert lines_of(ends.decode.bus) == {}
@@ -419,9 +413,7 @@ async def test_a_session_whose_line_has_ended_goes_on_by_zmq(ends: NodePair) -> 
     await until(lambda: lines_of(ends.decode.bus))
     for session in list(lines_of(ends.decode.bus)):
         ends.decode.bus.detach(session)
-    ends.expect(1)
-    ends.send(1)
-    await ends.ready(1)
+    await ends.moved(1)
     assert lines_of(ends.decode.bus) == {}
 
 
@@ -443,9 +435,7 @@ async def test_of_the_sources_that_a_node_gets_it_dials_those_that_it_may() -> N
 async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_request(ends: NodePair) -> None:
     """Its router tries another prefill then, and says 503 where there is none."""
     limits, too_many = ends.decode.bus._limits, "tcp://127.0.0.1:1"
-    ends.expect(1)
-    ends.send(1)
-    await ends.ready(1)
+    await ends.moved(1)
     ends.decode.bus._limits = replace(limits, dials_max=1)
     ends.decode.expect(RoomRequest(room=2, tokens=1, sources=[too_many], time_left_s=60))
     (failed,) = [each for each in ends.events_d if isinstance(each, RoomFailed)]
@@ -484,9 +474,7 @@ async def test_a_room_lands_while_the_rest_of_its_arena_is_yet_to_be_entered(mon
 
 async def test_the_arena_is_handed_over_by_a_socket_in_the_directory_that_was_named(tmp_path: Path) -> None:
     async with node_pair(options=ArenaOptions(socket_directory=tmp_path / "sockets")) as it:
-        it.expect(1)
-        it.send(1)
-        await it.ready(1)
+        await it.moved(1)
         assert [path.is_socket() for path in (tmp_path / "sockets").iterdir()] == [True]
     assert list((tmp_path / "sockets").iterdir()) == []
 
@@ -551,9 +539,7 @@ async def test_a_release_whose_event_breaks_keeps_the_slots_and_reports_it(caplo
             raise RuntimeError("no such stream")
 
     async with node_pair() as it:
-        it.expect(1)
-        it.send(1)
-        await it.ready(1)
+        await it.moved(1)
         it.decode.release(1, after=Breaks())
         assert 1 in it.decode.core.rooms
         assert (
@@ -572,9 +558,7 @@ async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason(en
 
 
 async def test_goodbye_is_sent_to_both_sides_so_that_nobody_waits_for_silence(ends: NodePair) -> None:
-    ends.expect(1)
-    ends.send(1)
-    await ends.ready(1)
+    await ends.moved(1)
     session = ends.decode.core.prefill_peers.peers[ends.endpoint].session
     assert session is not None
     await ends.prefill.close()
@@ -628,9 +612,7 @@ async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on(
         refused = await other.receive(Reject)
         assert (refused.session, refused.reason) == (5, "transfer")
         assert why in refused.fields[0]
-        ends.expect(1)
-        ends.send(1)
-        await ends.ready(1)
+        await ends.moved(1)
 
 
 async def test_no_session_takes_the_id_of_one_whose_writer_is_still_being_fenced(
@@ -667,9 +649,7 @@ async def test_a_message_that_is_no_nodes_business_is_a_breach_and_ends_nothing_
         begin = Begin(1, pack_ids([1, 2]), Sampling(3), ("x",), 1_000)
         await other.send(begin)
         assert "Begin" in (await other.receive(Reject)).fields[0]
-        ends.expect(1)
-        ends.send(1)
-        await ends.ready(1)
+        await ends.moved(1)
 
 
 async def test_others_take_what_is_theirs_before_the_core_sees_it() -> None:
@@ -721,9 +701,7 @@ async def test_who_is_refused_is_logged_once_with_both_values(caplog: pytest.Log
 
 async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer(ends: NodePair) -> None:
     async with stranger(ends.endpoint) as other:
-        ends.expect(1)
-        ends.send(1)
-        await ends.ready(1)
+        await ends.moved(1)
         session = next(iter(ends.decode.core.prefill_peers.sessions))
         await other.send(Hello(1, 1, replace_identity(ends, node="other")))
         await other.receive(Welcome)
@@ -732,9 +710,7 @@ async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer(
         )
         await other.receive(Reject)
         assert ends.prefill.core.sessions[session].open
-        ends.expect(2)
-        ends.send(2)
-        await ends.ready(2)
+        await ends.moved(2)
 
 
 back: Any = DecodeNode._back

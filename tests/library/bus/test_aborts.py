@@ -19,9 +19,8 @@ import zmq
 
 from pdtransfer.wire import Ping, Pong, decode, encode
 from tests.library.bus.zmtp import PING, Zmtp, frame
-from tests.support.bus_peers import Context, Raw, context, hello, pair
+from tests.support.bus_peers import Context, Raw, hello, pair
 
-__all__ = ["context"]  # a fixture
 BEFORE = {"RCVHWM": 256, "HEARTBEAT_IVL": 200, "HEARTBEAT_TIMEOUT": 60_000}  # socket options before the fix
 WITH_THE_BUG = pytest.mark.skipif(zmq.zmq_version_info() > (4, 3, 5), reason="this libzmq may have it mended")
 

@@ -16,10 +16,9 @@ from pdtransfer.bus.keys import KeyPair
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Goodbye, Grant, Message, Part, Ping, Pong, Reject, encode
-from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Context, Node, Raw, context, hello, pair
+from tests.library.bus.conftest import Listening
+from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Context, Node, Raw, hello, pair
 from tests.support.waiting import until
-
-__all__ = ["context"]  # a fixture
 
 
 async def test_messages_pass_both_ways_in_order_under_the_nodes_name(prefill: Node, decode_node: Node) -> None:
@@ -242,96 +241,82 @@ async def test_an_address_that_can_never_be_bound_is_a_config_error() -> None:
         assert await node.bus.bind("tcp://0.0.0.0:0")
 
 
-async def test_a_connection_must_open_with_hello(prefill: Node, context: Context) -> None:
-    raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+async def test_a_connection_must_open_with_hello(it: Listening) -> None:
+    raw = it.raw()
     raw.send(Ping(1), Ping(2))
     answer = await raw.receive()
     assert isinstance(answer, Reject)
     assert (answer.session, answer.reason) == (0, "hello_first")
     raw.send(hello("d"), Ping(3))
     assert await raw.receive() == Pong(3)
-    assert prefill.received == [("node:d", hello("d")), ("node:d", Ping(3))]
-    assert [(name, type(error)) for name, error in prefill.refusals] == [("unknown:127.0.0.1", TurnedAwayError)]
-    assert prefill.bus.refused == 2
+    assert it.node.received == [("node:d", hello("d")), ("node:d", Ping(3))]
+    assert [(name, type(error)) for name, error in it.node.refusals] == [("unknown:127.0.0.1", TurnedAwayError)]
+    assert it.node.bus.refused == 2
 
 
-async def test_a_connections_name_is_fixed_by_its_first_hello(prefill: Node, context: Context) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    victim, thief = Raw(context, bound), Raw(context, bound)
-    victim.send(hello("victim"), Ping(1))
-    assert await victim.receive() == Pong(1)
+async def test_a_connections_name_is_fixed_by_its_first_hello(it: Listening) -> None:
+    victim, thief = await it.met("victim"), it.raw()
     thief.send(hello("thief"), hello("victim"), Ping(2))
     answer = await thief.receive()
     assert isinstance(answer, Reject)
     assert answer.fields == ("Hello.identity.node: node:victim, on a connection of node:thief",)
-    assert [name for name, _ in prefill.refusals] == ["node:thief"]
-    prefill.bus.send("node:victim", Ping(9))
+    assert [name for name, _ in it.node.refusals] == ["node:thief"]
+    it.node.bus.send("node:victim", Ping(9))
     assert await victim.receive() == Ping(9)
     assert thief.quiet
 
 
-async def test_a_name_that_cannot_be_printed_is_refused(prefill: Node, context: Context) -> None:
-    raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+async def test_a_name_that_cannot_be_printed_is_refused(it: Listening) -> None:
+    raw = it.raw()
     raw.send(hello("d\nforged log line"))
     answer = await raw.receive()
     assert isinstance(answer, Reject)
     assert answer.fields[0].startswith("Hello.identity.node")
-    assert prefill.received == []
+    assert it.node.received == []
 
 
-async def test_a_newer_process_supersedes_the_connection_of_the_older_one_of_its_name(
-    prefill: Node, context: Context
-) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    old, new = Raw(context, bound), Raw(context, bound)
-    old.send(hello("d"), Ping(1))
-    assert await old.receive() == Pong(1)
+async def test_a_newer_process_supersedes_the_connection_of_the_older_one_of_its_name(it: Listening) -> None:
+    old, new = await it.met("d"), it.raw()
     new.send(hello("d", 8), Ping(2))
     assert await new.receive() == Pong(2)
     old.send(Ping(3), hello("d"), Ping(4))
     answer = await old.receive()
     assert isinstance(answer, Reject)
     assert answer.reason == "superseded"
-    assert [name for name, _ in prefill.refusals] == ["unknown:127.0.0.1"]
-    prefill.bus.send("node:d", Ping(5))
+    assert [name for name, _ in it.node.refusals] == ["unknown:127.0.0.1"]
+    it.node.bus.send("node:d", Ping(5))
     assert await new.receive() == Ping(5)
     await asyncio.sleep(0.05)
     assert old.quiet
-    assert [message for _, message in prefill.received] == [hello("d"), Ping(1), hello("d", 8), Ping(2)]
+    assert [message for _, message in it.node.received] == [hello("d"), Ping(1), hello("d", 8), Ping(2)]
 
 
 @pytest.mark.given(greets=True)
-async def test_a_second_connection_of_one_process_costs_the_first_nothing(prefill: Node, context: Context) -> None:
+async def test_a_second_connection_of_one_process_costs_the_first_nothing(it: Listening) -> None:
     """Its Hello is answered where it came; all else goes on where that process last sent something else."""
-    bound = await prefill.bus.bind(ANY_PORT)
-    first, second = Raw(context, bound), Raw(context, bound)
+    first, second = it.raw(), it.raw()
     first.send(hello("d"), Ping(1))
     assert [await first.receive(), await first.receive()] == [Goodbye(7, "met"), Pong(1)]
     second.send(hello("d"))
     assert await second.receive() == Goodbye(7, "met")
-    assert prefill.bus.send("node:d", Ping(2))
+    assert it.node.bus.send("node:d", Ping(2))
     assert await first.receive() == Ping(2)
     second.send(Ping(3))
     assert await second.receive() == Pong(3)
     second.socket.close()
-    await until(lambda: prefill.bus.send("node:d", Ping(4)) and not first.quiet)
+    await until(lambda: it.node.bus.send("node:d", Ping(4)) and not first.quiet)
     assert await first.receive() == Ping(4)
-    assert prefill.refusals == []
+    assert it.node.refusals == []
 
 
-async def test_a_restarted_process_with_the_same_key_gets_the_replies(context: Context) -> None:
-    p, d = pair(), pair()
-    async with Node("p", p, {"d": d}) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        old = Raw(context, bound, keys=d, server=p.public)
-        old.send(hello("a"), Ping(1))
-        assert await old.receive() == Pong(1)
-        new = Raw(context, bound, keys=d, server=p.public)
-        new.send(hello("b"), Ping(2))
-        assert await new.receive() == Pong(2)
-        assert prefill.bus.send("key:d", Ping(3))
-        assert await new.receive() == Ping(3)
-        assert old.quiet
+@pytest.mark.given("d")
+async def test_a_restarted_process_with_the_same_key_gets_the_replies(it: Listening) -> None:
+    old, new = await it.met("d"), it.raw("d")
+    new.send(hello("another"), Ping(2))
+    assert await new.receive() == Pong(2)
+    assert it.node.bus.send("key:d", Ping(3))
+    assert await new.receive() == Ping(3)
+    assert old.quiet
 
 
 async def test_without_keys_two_endpoints_are_one_process_only_at_one_address(decode_node: Node) -> None:

@@ -20,93 +20,79 @@ from pdtransfer.bus.keys import AllowList
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Grant, Granted, Message, Part, Ping, Pong, Reject, decode, encode
+from tests.library.bus.conftest import Listening
 from tests.library.bus.zmtp import Zmtp, frame
-from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Context, Node, Raw, context, hello, pair
+from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Context, Node, Raw, hello, pair
 from tests.support.internals import audited, connections_of, dialled_by, routes_of
 from tests.support.waiting import until
 
-__all__ = ["context"]  # a fixture
 
-
-async def test_a_routing_id_chosen_by_the_dialler_is_refused(prefill: Node, context: Context) -> None:
-    raw = Raw(context, await prefill.bus.bind(ANY_PORT), routing_id=b"decode")
+async def test_a_routing_id_chosen_by_the_dialler_is_refused(it: Listening) -> None:
+    raw = it.raw(routing_id=b"decode")
     raw.send(hello("d"))
     answer = await raw.receive()
     assert isinstance(answer, Reject)
     assert answer.fields[0].startswith("routing id")
-    assert not prefill.bus.send("node:d", Ping(1))
-    assert prefill.received == []
+    assert not it.node.bus.send("node:d", Ping(1))
+    assert it.node.received == []
 
 
-async def test_the_authenticator_replaces_the_routing_id_that_a_listed_key_chose(context: Context) -> None:
-    p, d = pair(), pair()
-    async with Node("p", p, {"d": d}, replace(LIMITS, naming_ms=200)) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        for chosen in (b"", b"decode", b"\0abcd"):
-            raw = Raw(context, bound, keys=d, server=p.public, routing_id=chosen)
-            raw.send(hello("d"), Ping(1))
-            assert await raw.receive() == Pong(1)
-            *_, route = routes_of(prefill.bus, "key:d")
-            assert (route[:1], len(route)) == (b"\1", 9)
+@pytest.mark.given("d", limits=replace(LIMITS, naming_ms=200))
+async def test_the_authenticator_replaces_the_routing_id_that_a_listed_key_chose(it: Listening) -> None:
+    for chosen in (b"", b"decode", b"\0abcd"):
+        await it.met("d", routing_id=chosen)
+        *_, route = routes_of(it.node.bus, "key:d")
+        assert (route[:1], len(route)) == (b"\1", 9)
 
 
-async def test_choosing_a_connected_peers_routing_id_receives_none_of_its_messages(context: Context) -> None:
-    p, v, t = pair(), pair(), pair()
-    async with Node("p", p, {"victim": v, "thief": t}, replace(LIMITS, naming_ms=200)) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        victim = Raw(context, bound, keys=v, server=p.public)
-        victim.send(hello("v"), Ping(1))
-        assert await victim.receive() == Pong(1)
-        [route] = routes_of(prefill.bus, "key:victim")
-        thief = Raw(context, bound, keys=t, server=p.public, routing_id=route)
-        thief.send(hello("v"), Ping(2))
-        assert await thief.receive() == Pong(2)
-        assert prefill.bus.send("key:victim", Ping(3))
-        assert await victim.receive() == Ping(3)
-        assert thief.quiet
-        assert [name for name, _ in prefill.received] == ["key:victim"] * 2 + ["key:thief"] * 2
+@pytest.mark.given("victim", "thief", limits=replace(LIMITS, naming_ms=200))
+async def test_choosing_a_connected_peers_routing_id_receives_none_of_its_messages(it: Listening) -> None:
+    victim = await it.met("victim")
+    [route] = routes_of(it.node.bus, "key:victim")
+    thief = it.raw("thief", routing_id=route)
+    thief.send(hello("victim"), Ping(2))
+    assert await thief.receive() == Pong(2)
+    assert it.node.bus.send("key:victim", Ping(3))
+    assert await victim.receive() == Ping(3)
+    assert thief.quiet
+    assert [name for name, _ in it.node.received] == ["key:victim"] * 2 + ["key:thief"] * 2
 
 
-async def test_choosing_a_closed_peers_routing_id_gives_no_other_name(context: Context) -> None:
+@pytest.mark.given("victim", "thief")
+async def test_choosing_a_closed_peers_routing_id_gives_no_other_name(it: Listening) -> None:
     # No peer ever learns a routing id; this one reads it. Even the right id gives no other name and no replies.
-    p, v, t = pair(), pair(), pair()
-    async with Node("p", p, {"victim": v, "thief": t}) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        victim = Raw(context, bound, keys=v, server=p.public)
-        victim.send(hello("v"), Ping(1))
-        assert await victim.receive() == Pong(1)
-        [route] = routes_of(prefill.bus, "key:victim")
-        victim.socket.close()
-        answer = None
-        while answer is None:  # ZMQ refuses the victim's id until it has seen the victim's connection end
-            thief = Raw(context, bound, keys=t, server=p.public, routing_id=route)
-            thief.send(Ping(2))
-            with suppress(TimeoutError):
-                answer = await asyncio.wait_for(thief.receive(), 1)
-        assert isinstance(answer, Reject)
-        assert answer.reason == "hello_first"
-        await until(lambda: not prefill.bus.send("key:victim", Ping(3)))
-        thief.send(hello("v"), Ping(4))
-        assert await thief.receive() == Pong(4)
-        assert [name for name, _ in prefill.received] == ["key:victim"] * 2 + ["key:thief"] * 2
+    victim = await it.met("victim")
+    [route] = routes_of(it.node.bus, "key:victim")
+    victim.socket.close()
+    answer = None
+    while answer is None:  # ZMQ refuses the victim's id until it has seen the victim's connection end
+        thief = it.raw("thief", routing_id=route)
+        thief.send(Ping(2))
+        with suppress(TimeoutError):
+            answer = await asyncio.wait_for(thief.receive(), 1)
+    assert isinstance(answer, Reject)
+    assert answer.reason == "hello_first"
+    await until(lambda: not it.node.bus.send("key:victim", Ping(3)))
+    thief.send(hello("victim"), Ping(4))
+    assert await thief.receive() == Pong(4)
+    assert [name for name, _ in it.node.received] == ["key:victim"] * 2 + ["key:thief"] * 2
 
 
 @pytest.mark.given(limits=replace(LIMITS, mute_ms=60_000))
-async def test_a_breach_names_its_field_and_mutes_only_its_connection(prefill: Node, context: Context) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    bad, good = Raw(context, bound), Raw(context, bound)
+async def test_a_breach_names_its_field_and_mutes_only_its_connection(it: Listening) -> None:
+    bad, good = it.raw(), it.raw()
     bad.send(hello("bad"), encode(Ping(1))[:-9] + b"\xa1x", Ping(2))
     good.send(hello("good"), Ping(3))
     answer = await bad.receive()
     assert isinstance(answer, Reject)
     assert (answer.reason, len(answer.fields)) == ("breach", 1)
     assert await good.receive() == Pong(3)
-    [(name, error)] = prefill.refusals
+    [(name, error)] = it.node.refusals
     assert name == "node:bad"
     assert answer.fields[0].startswith(f"{error.field}: ")
-    assert ("node:bad", Ping(2)) not in prefill.received
-    await until(lambda: prefill.bus.dropped == 1)
-    unmute(prefill, "node:bad", 60)
+    assert ("node:bad", Ping(2)) not in it.node.received
+    await until(lambda: it.node.bus.dropped == 1)
+    unmute(it.node, "node:bad", 60)
     bad.send(Ping(4))
     assert await bad.receive() == Pong(4)
 
@@ -120,46 +106,43 @@ def unmute(node: Node, name: str, mute_s: float) -> None:
 
 
 @pytest.mark.given(limits=replace(LIMITS, mute_ms=0))
-async def test_junk_of_any_kind_is_refused_and_the_bus_goes_on(prefill: Node, context: Context) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    bad, good = Raw(context, bound), Raw(context, bound)
+async def test_junk_of_any_kind_is_refused_and_the_bus_goes_on(it: Listening) -> None:
+    bad, good = it.raw(), it.raw()
     bad.send(hello("bad"))
     junk = [b"", b"\0", b"\xc1", b"\x90", b"\x93\x01\x15", b"\xdd\xff\xff\xff\xff"]
     junk += [os.urandom(40) for _ in range(200)]
     bad.send(*junk)
     good.send(hello("good"))
-    await until(lambda: len(prefill.refusals) == len(junk))
-    assert {name for name, _ in prefill.refusals} == {"node:bad"}
+    await until(lambda: len(it.node.refusals) == len(junk))
+    assert {name for name, _ in it.node.refusals} == {"node:bad"}
     good.send(Ping(1))
     assert await good.receive() == Pong(1)
 
 
-async def test_an_oversize_frame_ends_its_connection_and_no_other(prefill: Node, context: Context) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    bad, good = Raw(context, bound), Raw(context, bound)
+async def test_an_oversize_frame_ends_its_connection_and_no_other(it: Listening) -> None:
+    bad, good = it.raw(), it.raw()
     good.send(hello("good"))
     bad.send(hello("bad"))
-    await until(lambda: len(prefill.received) == 2)
+    await until(lambda: len(it.node.received) == 2)
     bad.send(b"\x93\x01\x15" + bytes(FRAME_BYTES_MAX + 4_096))
     await until(lambda: bad.was_cut_off)
     good.send(Ping(1))
     assert await good.receive() == Pong(1)
-    assert len(prefill.received) == 3
+    assert len(it.node.received) == 3
 
 
 @pytest.mark.given(limits=replace(LIMITS, mute_ms=0))
-async def test_a_message_of_several_frames_is_a_breach_however_many(prefill: Node, context: Context) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    bad, good = Raw(context, bound), Raw(context, bound)
+async def test_a_message_of_several_frames_is_a_breach_however_many(it: Listening) -> None:
+    bad, good = it.raw(), it.raw()
     bad.send(hello("bad"))
     bad.socket.send_multipart([encode(Ping(1)), encode(Ping(2))])
     bad.socket.send_multipart([encode(Ping(3))] * 10_000)
     bad.send(Ping(4))
     good.send(hello("good"), Ping(5))
     assert await good.receive() == Pong(5)
-    await until(lambda: ("node:bad", Ping(4)) in prefill.received)
-    assert [message for name, message in prefill.received if name == "node:bad"] == [hello("bad"), Ping(4)]
-    assert [(name, error.field) for name, error in prefill.refusals] == [("node:bad", "frames")] * 2
+    await until(lambda: ("node:bad", Ping(4)) in it.node.received)
+    assert [message for name, message in it.node.received if name == "node:bad"] == [hello("bad"), Ping(4)]
+    assert [(name, error.field) for name, error in it.node.refusals] == [("node:bad", "frames")] * 2
 
 
 async def test_a_breach_of_a_dialled_peer_is_reported_with_its_endpoint(decode_node: Node, context: Context) -> None:
@@ -209,19 +192,18 @@ async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: C
 
 
 @pytest.mark.given(limits=replace(LIMITS, send_queue=8))
-async def test_a_peer_that_does_not_read_blocks_no_other(prefill: Node, context: Context) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    deaf, good = Raw(context, bound), Raw(context, bound)
+async def test_a_peer_that_does_not_read_blocks_no_other(it: Listening) -> None:
+    deaf, good = it.raw(), it.raw()
     deaf.socket.set(zmq.RCVHWM, 1)
     deaf.send(hello("deaf"))
     good.send(hello("good"))
-    await until(lambda: len(prefill.received) == 2)
+    await until(lambda: len(it.node.received) == 2)
     refused_after = 0
-    while prefill.bus.send("node:deaf", LARGE) and refused_after < 3_000:
+    while it.node.bus.send("node:deaf", LARGE) and refused_after < 3_000:
         refused_after += 1
         await asyncio.sleep(0)
     assert refused_after < 3_000
-    assert prefill.bus.dropped == 1
+    assert it.node.bus.dropped == 1
     good.send(Ping(1))
     assert await good.receive() == Pong(1)
 
@@ -256,42 +238,39 @@ async def test_a_listener_that_does_not_read_blocks_no_other(context: Context) -
         await decode_node.ping(await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d"), 1)
 
 
+BANS = replace(LIMITS, banned_ms=600_000)
+
+
 @pytest.mark.parametrize(
-    ("limits", "message"),
-    [(replace(LIMITS, unread_bytes_max=1 << 20), LARGE), (replace(LIMITS, unread_frames_max=5_000), Ping(1))],
+    "message",
+    [
+        pytest.param(LARGE, marks=pytest.mark.given("bad", "good", limits=replace(BANS, unread_bytes_max=1 << 20))),
+        pytest.param(Ping(1), marks=pytest.mark.given("bad", "good", limits=replace(BANS, unread_frames_max=5_000))),
+    ],
+    ids=["bytes", "frames"],
 )
-async def test_a_peer_that_floods_is_disconnected_and_banned_for_a_while(
-    limits: BusLimits, message: Message, context: Context
-) -> None:
-    p, v, g = pair(), pair(), pair()
-    async with Node("p", p, {"villain": v, "good": g}, replace(limits, banned_ms=600_000)) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        raw, good = (Raw(context, bound, keys=keys, server=p.public) for keys in (v, g))
-        raw.send(hello("v"), Ping(1))
-        good.send(hello("g"), Ping(1))
-        assert [await each.receive() for each in (raw, good)] == [Pong(1), Pong(1)]
-        [tcp] = [each.tcp for each in connections_of(prefill.bus) if each.name == "key:villain"]
-        assert tcp is not None
-        many = 50 if message is LARGE else 20_000
-        raw.send(*[message] * many)
-        while not tcp.backlogged(limits):
-            time.sleep(0.01)  # noqa: ASYNC251 - so that the loop reads none of them before
-        strangers = prefill.bus.strangers
-        audited(prefill.bus)
-        await until(lambda: raw.was_cut_off)
-        # ZMQ reconnects by itself and sends the rest: that connection may be found before it has a name.
-        assert [(name, error.field) for name, error in prefill.refusals][:1] == [("key:villain", "unread")]
-        assert {error.field for _, error in prefill.refusals} == {"unread"}
-        assert not prefill.bus.send("key:villain", Ping(2))
-        await until(lambda: prefill.bus.strangers > strangers)  # it reconnects
-        good.send(Ping(3))
-        assert await good.receive() == Pong(3)
-        zap = prefill.bus._zap
-        assert zap is not None
-        zap.ban(v.public, 0.0)  # the ban is over
-        raw = Raw(context, bound, keys=v, server=p.public)  # ZMQ does not reconnect after a refusal
-        raw.send(hello("v"), Ping(4))
-        assert await raw.receive() == Pong(4)
+async def test_a_peer_that_floods_is_disconnected_and_banned_for_a_while(it: Listening, message: Message) -> None:
+    raw, good = await it.met("bad"), await it.met("good")
+    [tcp] = [each.tcp for each in connections_of(it.node.bus) if each.name == "key:bad"]
+    assert tcp is not None
+    many = 50 if message is LARGE else 20_000
+    raw.send(*[message] * many)
+    while not tcp.backlogged(it.node.bus._limits):
+        time.sleep(0.01)  # noqa: ASYNC251 - so that the loop reads none of them before
+    strangers = it.node.bus.strangers
+    audited(it.node.bus)
+    await until(lambda: raw.was_cut_off)
+    # ZMQ reconnects by itself and sends the rest: that connection may be found before it has a name.
+    assert [(name, error.field) for name, error in it.node.refusals][:1] == [("key:bad", "unread")]
+    assert {error.field for _, error in it.node.refusals} == {"unread"}
+    assert not it.node.bus.send("key:bad", Ping(2))
+    await until(lambda: it.node.bus.strangers > strangers)  # it reconnects
+    good.send(Ping(3))
+    assert await good.receive() == Pong(3)
+    zap = it.node.bus._zap
+    assert zap is not None
+    zap.ban(it.keys["bad"].public, 0.0)  # the ban is over
+    await it.met("bad")  # ZMQ does not reconnect after a refusal
 
 
 @pytest.mark.parametrize("dialled_frames_max", [1 << 20, 5_000])
@@ -324,18 +303,17 @@ async def test_a_dialled_peer_may_leave_more_unread_which_is_no_silence_of_it(
 
 
 @pytest.mark.given(limits=replace(LIMITS, unread_bytes_max=1 << 20, audit_ms=20))
-async def test_an_endless_first_message_closes_its_connection(prefill: Node, context: Context) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    good = Raw(context, bound)
+async def test_an_endless_first_message_closes_its_connection(it: Listening) -> None:
+    good = it.raw()
     good.send(hello("good"))
 
     def go_on_forever() -> None:
-        with Zmtp(int(bound.rpartition(":")[2])) as endless, contextlib.suppress(OSError):
+        with Zmtp(int(it.endpoint.rpartition(":")[2])) as endless, contextlib.suppress(OSError):
             while True:
                 endless.send(frame(bytes(1 << 16), more=True))
 
     await asyncio.get_running_loop().run_in_executor(None, go_on_forever)
-    assert [(name, error.field) for name, error in prefill.refusals] == [("unknown:", "frames")]
+    assert [(name, error.field) for name, error in it.node.refusals] == [("unknown:", "frames")]
     good.send(Ping(1))
     assert await good.receive() == Pong(1)
 
@@ -379,55 +357,48 @@ async def test_unread_bytes_are_exact(context: Context) -> None:
 
 
 @pytest.mark.given(limits=replace(LIMITS, mute_ms=60_000, hostile_max=100))
-async def test_a_muted_connection_that_keeps_sending_is_closed(prefill: Node, context: Context) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    bad, good = Raw(context, bound), Raw(context, bound)
+async def test_a_muted_connection_that_keeps_sending_is_closed(it: Listening) -> None:
+    bad, good = it.raw(), it.raw()
     good.send(hello("good"))
     bad.send(hello("bad"), b"junk")
     bad.send(*[Ping(2)] * 100)
-    await until(lambda: prefill.bus.dropped == 100)
+    await until(lambda: it.node.bus.dropped == 100)
     bad.send(Ping(2))
     await until(lambda: bad.was_cut_off)
-    assert [(name, error.field) for name, error in prefill.refusals][-1] == ("node:bad", "muted")
+    assert [(name, error.field) for name, error in it.node.refusals][-1] == ("node:bad", "muted")
     good.send(Ping(1))
     assert await good.receive() == Pong(1)
 
 
 @pytest.mark.parametrize("hostile", [True, False], ids=["junk", "late messages"])
+@pytest.mark.given("d", limits=replace(LIMITS, mute_ms=60_000, costs_max=8, ignored_max=10, hostile_max=10))
 async def test_a_key_is_banned_for_what_is_hostile_and_not_for_what_a_dead_process_has_left(
-    context: Context, hostile: bool
+    it: Listening, hostile: bool
 ) -> None:
-    p, d = pair(), pair()
-    limits = replace(LIMITS, mute_ms=60_000, costs_max=8, ignored_max=10, hostile_max=10)
-    async with Node("p", p, {"d": d}, limits) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        old, new = (Raw(context, bound, keys=d, server=p.public) for _ in range(2))
-        old.send(hello("d"), Ping(1))
-        assert await old.receive() == Pong(1)
-        new.send(hello("d", 8), Ping(2))
-        assert await new.receive() == Pong(2)
-        old.send(*([b"junk"] if hostile else [Ping(3)] * 9), *[Ping(4)] * 11)
-        await until(lambda: [name for name, error in prefill.refusals if str(error).startswith("muted: 11 messages")])
-        strangers = prefill.bus.strangers
-        later = Raw(context, bound, keys=d, server=p.public)
-        later.send(hello("d", 9), Ping(5))
-        if hostile:
-            await until(lambda: prefill.bus.strangers > strangers)
-        else:
-            assert await later.receive() == Pong(5)
+    bus, old, new = it.node.bus, await it.met("d"), it.raw("d")
+    new.send(hello("d", 8), Ping(2))
+    assert await new.receive() == Pong(2)
+    old.send(*([b"junk"] if hostile else [Ping(3)] * 9), *[Ping(4)] * 11)
+    await until(lambda: [name for name, error in it.node.refusals if str(error).startswith("muted: 11 messages")])
+    strangers = bus.strangers
+    later = it.raw("d")
+    later.send(hello("d", 9), Ping(5))
+    if hostile:
+        await until(lambda: bus.strangers > strangers)
+    else:
+        assert await later.receive() == Pong(5)
 
 
 @pytest.mark.given(limits=replace(LIMITS, turn_bytes=1, unread_frames_max=1 << 20))
-async def test_large_frames_take_turns_by_their_bytes(prefill: Node, context: Context) -> None:
-    # After the small Hello alone, a slow loop would take this many bytes for a flood of small frames.
-    raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+async def test_large_frames_take_turns_by_their_bytes(it: Listening) -> None:
+    raw = it.raw()
     raw.send(hello("d"), *[LARGE] * 20)
     raw.socket.poll(200)  # blocking: they have arrived by then
     bursts = [0]
-    while len(prefill.received) < 21:
-        before = len(prefill.received)
+    while len(it.node.received) < 21:
+        before = len(it.node.received)
         await asyncio.sleep(0)
-        bursts.append(len(prefill.received) - before)
+        bursts.append(len(it.node.received) - before)
     assert max(bursts) <= 2
 
 
@@ -439,107 +410,92 @@ async def test_a_connection_without_a_greeting_is_closed(prefill: Node) -> None:
     writer.close()
 
 
-async def test_a_revoked_peer_is_cut_off_and_the_others_go_on(context: Context) -> None:
-    p, v, g = pair(), pair(), pair()
-    async with Node("p", p, {"villain": v, "good": g}) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        villain, good, late = (Raw(context, bound, keys=keys, server=p.public) for keys in (v, g, v))
-        villain.send(hello("v"), Ping(1))
-        good.send(hello("g"), Ping(1))
-        assert [await each.receive() for each in (villain, good)] == [Pong(1), Pong(1)]
-        await until(lambda: late.shook_hands)
-        assert prefill.bus.allow(AllowList({g.public: "good"})) == ["key:villain"]
-        strangers, dropped = prefill.bus.strangers, prefill.bus.dropped
-        before = len(prefill.received)
-        assert not prefill.bus.send("key:villain", Ping(2))
-        late.send(hello("v"), Ping(5))  # it has completed the handshake and sent no message
-        await until(lambda: prefill.bus.dropped > dropped + 1)  # its Ping may have found the connection at its end
-        await until(lambda: villain.was_cut_off and late.was_cut_off)
-        again = Raw(context, bound, keys=v, server=p.public)
-        again.send(hello("v"))
-        await until(lambda: prefill.bus.strangers >= strangers + 3)  # ZMQ reconnects for the other two
-        good.send(Ping(6))
-        assert await good.receive() == Pong(6)
-        assert [name for name, _ in prefill.received[before:]] == ["key:good"]
-        assert all(each.quiet for each in (villain, late, again))
-        assert prefill.refusals == []
-        # Listed again, it sends Hello again.
-        assert prefill.bus.allow(AllowList({g.public: "good", v.public: "villain"})) == []
-        back = Raw(context, bound, keys=v, server=p.public)
-        back.send(hello("v"), Ping(8))
-        assert await back.receive() == Pong(8)
+@pytest.mark.given("villain", "good")
+async def test_a_revoked_peer_is_cut_off_and_the_others_go_on(it: Listening) -> None:
+    bus, listed = it.node.bus, {each.public: name for name, each in it.keys.items()}
+    late, villain, good = it.raw("villain"), await it.met("villain"), await it.met("good")
+    await until(lambda: late.shook_hands)
+    assert bus.allow(AllowList({it.keys["good"].public: "good"})) == ["key:villain"]
+    strangers, dropped = bus.strangers, bus.dropped
+    before = len(it.node.received)
+    assert not bus.send("key:villain", Ping(2))
+    late.send(hello("v"), Ping(5))  # it has completed the handshake and sent no message
+    await until(lambda: bus.dropped > dropped + 1)  # its Ping may have found the connection at its end
+    await until(lambda: villain.was_cut_off and late.was_cut_off)
+    again = it.raw("villain")
+    again.send(hello("v"))
+    await until(lambda: bus.strangers >= strangers + 3)  # ZMQ reconnects for the other two
+    good.send(Ping(6))
+    assert await good.receive() == Pong(6)
+    assert [name for name, _ in it.node.received[before:]] == ["key:good"]
+    assert all(each.quiet for each in (villain, late, again))
+    assert it.node.refusals == []
+    # Listed again, it sends Hello again.
+    assert bus.allow(AllowList(listed)) == []
+    await it.met("villain")
 
 
-async def test_a_revoked_key_loses_the_lines_of_its_sessions_and_no_other_does(context: Context) -> None:
+@pytest.mark.given("villain", "good")
+async def test_a_revoked_key_loses_the_lines_of_its_sessions_and_no_other_does(it: Listening) -> None:
     """The bus closes them itself: a line has no key that could be looked up later."""
-    p, v, g = pair(), pair(), pair()
-    async with Node("p", p, {"villain": v, "good": g}) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        lines: dict[str, tcp.socket] = {}
-        for session, (name, keys) in enumerate({"villain": v, "good": g}.items(), 1):
-            peer = Raw(context, bound, keys=keys, server=p.public)
-            peer.send(hello(name), Ping(1))
-            assert await peer.receive() == Pong(1)
-            ours, lines[name] = tcp.socketpair(tcp.AF_UNIX, tcp.SOCK_STREAM)
-            prefill.bus.attach(f"key:{name}", session, ours, greeted=True)
-            assert prefill.bus.send(f"key:{name}", Granted(session, 1))
-        prefill.bus.allow(AllowList({g.public: "good"}))
-        assert not prefill.bus.send("key:villain", Granted(1, 2))
-        assert prefill.bus.send("key:good", Granted(2, 2))
-        lines["villain"].settimeout(10.0)
-        while lines["villain"].recv(1 << 16):
-            pass  # up to its end
-        for line in lines.values():
-            line.close()
+    bus, lines = it.node.bus, dict[str, tcp.socket]()
+    for session, name in enumerate(it.keys, 1):
+        await it.met(name)
+        ours, lines[name] = tcp.socketpair(tcp.AF_UNIX, tcp.SOCK_STREAM)
+        bus.attach(f"key:{name}", session, ours, greeted=True)
+        assert bus.send(f"key:{name}", Granted(session, 1))
+    bus.allow(AllowList({it.keys["good"].public: "good"}))
+    assert not bus.send("key:villain", Granted(1, 2))
+    assert bus.send("key:good", Granted(2, 2))
+    lines["villain"].settimeout(10.0)
+    while lines["villain"].recv(1 << 16):
+        pass  # up to its end
+    for line in lines.values():
+        line.close()
 
 
-async def test_a_renamed_key_must_send_hello_again(context: Context) -> None:
-    p, d = pair(), pair()
-    async with Node("p", p, {"old": d}) as prefill:
-        raw = Raw(context, await prefill.bus.bind(ANY_PORT), keys=d, server=p.public)
-        raw.send(hello("d"), Ping(1))
-        assert await raw.receive() == Pong(1)
-        assert prefill.bus.allow(AllowList({d.public: "new"})) == ["key:old"]
-        await until(lambda: raw.was_cut_off)
-        raw.send(Ping(2), hello("d"), Ping(3))
-        assert isinstance(await raw.receive(), Reject)
-        assert await raw.receive() == Pong(3)
-        assert prefill.received[-1] == ("key:new", Ping(3))
+@pytest.mark.given("old")
+async def test_a_renamed_key_must_send_hello_again(it: Listening) -> None:
+    raw = await it.met("old")
+    assert it.node.bus.allow(AllowList({it.keys["old"].public: "new"})) == ["key:old"]
+    await until(lambda: raw.was_cut_off)
+    raw.send(Ping(2), hello("d"), Ping(3))
+    assert isinstance(await raw.receive(), Reject)
+    assert await raw.receive() == Pong(3)
+    assert it.node.received[-1] == ("key:new", Ping(3))
 
 
 @pytest.mark.given(limits=replace(LIMITS, mute_ms=60_000, costs_max=12))
-async def test_a_peer_that_causes_many_rejects_is_muted(prefill: Node, context: Context) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    bad, good = Raw(context, bound), Raw(context, bound)
+async def test_a_peer_that_causes_many_rejects_is_muted(it: Listening) -> None:
+    bad, good = it.raw(), it.raw()
     bad.send(hello("bad"))
     good.send(hello("good"))
-    await until(lambda: len(prefill.received) == 2)
+    await until(lambda: len(it.node.received) == 2)
     for _ in range(8):
-        assert prefill.bus.send("node:bad", Reject(1, "unknown_session", ()))
+        assert it.node.bus.send("node:bad", Reject(1, "unknown_session", ()))
     bad.send(Ping(1))
-    await until(lambda: ("node:bad", Ping(1)) in prefill.received)
-    prefill.bus.send("node:bad", Reject(1, "unknown_session", ()))
-    dropped = prefill.bus.dropped
+    await until(lambda: ("node:bad", Ping(1)) in it.node.received)
+    it.node.bus.send("node:bad", Reject(1, "unknown_session", ()))
+    dropped = it.node.bus.dropped
     bad.send(Ping(2))
-    await until(lambda: prefill.bus.dropped == dropped + 1)
+    await until(lambda: it.node.bus.dropped == dropped + 1)
     good.send(Ping(3))
     assert await good.receive() == Pong(3)
-    unmute(prefill, "node:bad", 60)
+    unmute(it.node, "node:bad", 60)
     bad.send(Ping(4))
-    await until(lambda: ("node:bad", Ping(4)) in prefill.received)
-    assert ("node:bad", Ping(2)) not in prefill.received
+    await until(lambda: ("node:bad", Ping(4)) in it.node.received)
+    assert ("node:bad", Ping(2)) not in it.node.received
 
 
 @pytest.mark.given(limits=replace(LIMITS, mute_ms=60_000, costs_max=20))
-async def test_a_peer_that_repeats_hello_or_what_is_turned_away_is_muted(prefill: Node, context: Context) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    greets, nameless, good = Raw(context, bound), Raw(context, bound), Raw(context, bound)
+async def test_a_peer_that_repeats_hello_or_what_is_turned_away_is_muted(it: Listening) -> None:
+    greets, nameless, good = it.raw(), it.raw(), it.raw()
     greets.send(*[hello("bad")] * 9)
-    await until(lambda: prefill.bus.dropped == 3)
-    assert prefill.received == [("node:bad", hello("bad"))] * 6, "the sixth mutes it"
+    await until(lambda: it.node.bus.dropped == 3)
+    assert it.node.received == [("node:bad", hello("bad"))] * 6, "the sixth mutes it"
     nameless.send(*[Ping(1)] * 21, hello("late"))
-    await until(lambda: prefill.bus.dropped == 4)
-    assert prefill.bus.refused == 21
+    await until(lambda: it.node.bus.dropped == 4)
+    assert it.node.bus.refused == 21
     good.send(hello("good"), Ping(3))
     assert await good.receive() == Pong(3)
 
@@ -557,42 +513,34 @@ async def test_unreachable_endpoints_make_room_for_others() -> None:
         await decode_node.ping(other, 1)
 
 
-async def test_a_key_may_claim_only_its_listed_roles(context: Context) -> None:
-    p, d = pair(), pair()
-    async with Node("p", p, {"d": d}, replace(LIMITS, mute_ms=0)) as prefill:
-        prefill.bus.allow(AllowList({d.public: "d"}, {d.public: frozenset({"decode"})}))
-        raw = Raw(context, await prefill.bus.bind(ANY_PORT), keys=d, server=p.public)
-        as_decode = hello("d")
-        as_router = msgspec.structs.replace(
-            as_decode, identity=msgspec.structs.replace(as_decode.identity, role="router")
-        )
-        raw.send(as_router, Ping(1))
-        refused = await raw.receive()
-        assert isinstance(refused, Reject)
-        assert refused.fields == ("Hello.identity.role: the allow-list lets d be decode, not router",)
-        assert isinstance(await raw.receive(), Reject)  # answers the Ping: the connection has no name
-        raw.send(hello("d"), Ping(2))
-        assert await raw.receive() == Pong(2)
-        assert prefill.received == [("key:d", hello("d")), ("key:d", Ping(2))]
-        assert prefill.bus.allow(AllowList({d.public: "d"}, {d.public: frozenset({"router"})})) == ["key:d"]
-        await until(lambda: raw.was_cut_off)
-        raw.send(hello("d"))
-        assert isinstance(await raw.receive(), Reject)
+@pytest.mark.given("d", limits=replace(LIMITS, mute_ms=0))
+async def test_a_key_may_claim_only_its_listed_roles(it: Listening) -> None:
+    key = it.keys["d"].public
+    it.node.bus.allow(AllowList({key: "d"}, {key: frozenset({"decode"})}))
+    raw, as_decode = it.raw("d"), hello("d")
+    as_router = msgspec.structs.replace(as_decode, identity=msgspec.structs.replace(as_decode.identity, role="router"))
+    raw.send(as_router, Ping(1))
+    refused = await raw.receive()
+    assert isinstance(refused, Reject)
+    assert refused.fields == ("Hello.identity.role: the allow-list lets d be decode, not router",)
+    assert isinstance(await raw.receive(), Reject)  # answers the Ping: the connection has no name
+    raw.send(hello("d"), Ping(2))
+    assert await raw.receive() == Pong(2)
+    assert it.node.received == [("key:d", hello("d")), ("key:d", Ping(2))]
+    assert it.node.bus.allow(AllowList({key: "d"}, {key: frozenset({"router"})})) == ["key:d"]
+    await until(lambda: raw.was_cut_off)
+    raw.send(hello("d"))
+    assert isinstance(await raw.receive(), Reject)
 
 
-async def test_a_peer_that_disconnects_before_it_is_revoked_is_reported_too(context: Context) -> None:
+@pytest.mark.given("villain", "good")
+async def test_a_peer_that_disconnects_before_it_is_revoked_is_reported_too(it: Listening) -> None:
     """A session outlives its connection, so its owner must learn that the peer is no longer listed."""
-    p, v, g = pair(), pair(), pair()
-    async with Node("p", p, {"villain": v, "good": g}) as prefill:
-        bound = await prefill.bus.bind(ANY_PORT)
-        villain, good = (Raw(context, bound, keys=keys, server=p.public) for keys in (v, g))
-        villain.send(hello("v"))
-        good.send(hello("g"))
-        await until(lambda: len(prefill.received) == 2)
-        villain.socket.close()
-        await until(lambda: not prefill.bus.send("key:villain", Ping(1)))
-        assert prefill.bus.allow(AllowList({g.public: "good"})) == ["key:villain"]
-        assert prefill.bus.allow(AllowList({g.public: "good"})) == []
+    bus, villain, _ = it.node.bus, await it.met("villain"), await it.met("good")
+    villain.socket.close()
+    await until(lambda: not bus.send("key:villain", Ping(1)))
+    assert bus.allow(AllowList({it.keys["good"].public: "good"})) == ["key:villain"]
+    assert bus.allow(AllowList({it.keys["good"].public: "good"})) == []
 
 
 async def test_the_connection_to_a_revoked_listener_is_closed() -> None:

@@ -15,11 +15,10 @@ import zmq
 
 from pdtransfer.bus.sockets import resolve
 from pdtransfer.wire import Goodbye, Ping, Reject
-from tests.support.bus_peers import ANY_PORT, LIMITS, Context, Node, Raw, context, hello, pair, rebind
+from tests.library.bus.conftest import Listening
+from tests.support.bus_peers import ANY_PORT, LIMITS, Context, Node, hello, pair, rebind
 from tests.support.internals import dialled_by
 from tests.support.waiting import until
-
-__all__ = ["context"]  # a fixture
 
 
 async def test_a_restarted_listener_receives_hello_first_and_nothing_stale(decode_node: Node) -> None:
@@ -50,23 +49,22 @@ async def test_hello_is_sent_again_to_a_listener_that_forgot_it(prefill: Node, d
     assert not [message for _, message in decode_node.received if isinstance(message, Reject)]
 
 
-async def test_unread_messages_of_a_closed_peer_are_dropped_silently(prefill: Node, context: Context) -> None:
-    bound = await prefill.bus.bind(ANY_PORT)
-    raw = Raw(context, bound)
+async def test_unread_messages_of_a_closed_peer_are_dropped_silently(it: Listening) -> None:
+    raw = it.raw()
     raw.send(hello("d"))
-    await until(lambda: prefill.received == [("node:d", hello("d"))])
+    await until(lambda: it.node.received == [("node:d", hello("d"))])
     raw.send(*(Ping(number) for number in range(100)))
     raw.socket.close(linger=10_000)
-    while prefill.bus.send("node:d", Goodbye(7, "shutdown")):
+    while it.node.bus.send("node:d", Goodbye(7, "shutdown")):
         time.sleep(0.001)  # noqa: ASYNC251 - so that the loop reads none of them before
-    await until(lambda: prefill.bus.dropped >= 101)
-    assert len(prefill.received) == 1
-    assert (prefill.refusals, prefill.bus.refused) == ([], 0)
-    again = Raw(context, bound)
+    await until(lambda: it.node.bus.dropped >= 101)
+    assert len(it.node.received) == 1
+    assert (it.node.refusals, it.node.bus.refused) == ([], 0)
+    again = it.raw()
     again.send(Ping(1))
     assert isinstance(await again.receive(), Reject)  # a new connection still gets the reject "Hello first"
     again.send(hello("d"))
-    await until(lambda: len(prefill.received) == 2)
+    await until(lambda: len(it.node.received) == 2)
 
 
 @pytest.mark.parametrize("at_first", ["does not list us", "has no keys"])

@@ -10,11 +10,10 @@ import pytest
 from pdtransfer.bus.keys import ROLES, AllowList, KeyPair
 from pdtransfer.errors import ConfigError
 from pdtransfer.wire import VERSION, Hello, Message, Ping, Pong, Reject, Welcome
-from tests.support.bus_peers import ANY_PORT, Context, Node, Raw, context, hello, pair
+from tests.library.bus.conftest import Listening
+from tests.support.bus_peers import ANY_PORT, Node, hello, pair
 from tests.support.internals import dialled_by
 from tests.support.waiting import until
-
-__all__ = ["context"]
 
 PAIRS = [*itertools.product(sorted(ROLES), sorted(ROLES))]  # the role that the list names, and the role that is met
 
@@ -91,39 +90,37 @@ async def test_a_welcome_in_another_role_than_the_dialled_one_is_a_refusal(
 
 
 @pytest.mark.parametrize(("listed_role", "role"), PAIRS)
-async def test_a_peer_that_dials_claims_a_listed_role_alone(context: Context, listed_role: str, role: str) -> None:
-    p, d = pair(), pair()
-    async with Node("p", p, {"peer": d}) as listener:
-        listener.bus.allow(listed(d, listed_role))
-        raw = Raw(context, await listener.bus.bind(ANY_PORT), keys=d, server=p.public)
-        raw.send(hello_as(role), Ping(1))
-        answer = await raw.receive()
-        if role == listed_role:
-            assert answer == Pong(1)
-            return
-        text = f"Hello.identity.role: the allow-list lets peer be {listed_role}, not {role}"
-        assert answer == Reject(0, "breach", (text,))
-        assert not listener.received
+@pytest.mark.given("peer")
+async def test_a_peer_that_dials_claims_a_listed_role_alone(it: Listening, listed_role: str, role: str) -> None:
+    it.node.bus.allow(listed(it.keys["peer"], listed_role))
+    raw = it.raw("peer")
+    raw.send(hello_as(role), Ping(1))
+    answer = await raw.receive()
+    if role == listed_role:
+        assert answer == Pong(1)
+        return
+    text = f"Hello.identity.role: the allow-list lets peer be {listed_role}, not {role}"
+    assert answer == Reject(0, "breach", (text,))
+    assert not it.node.received
 
 
 @pytest.mark.parametrize(("listed_role", "role"), PAIRS)
+@pytest.mark.given("peer")
 async def test_a_peer_that_dialled_is_cut_off_once_its_role_is_taken_away(
-    context: Context, listed_role: str, role: str
+    it: Listening, listed_role: str, role: str
 ) -> None:
-    p, d = pair(), pair()
-    async with Node("p", p, {"peer": d}) as listener:
-        listener.bus.allow(listed(d, role))
-        raw = Raw(context, await listener.bus.bind(ANY_PORT), keys=d, server=p.public)
-        raw.send(hello_as(role), Ping(1))
-        assert await raw.receive() == Pong(1)
-        revoked = listener.bus.allow(listed(d, listed_role))
-        if role == listed_role:
-            assert revoked == []
-            raw.send(Ping(2))
-            assert await raw.receive() == Pong(2)
-            return
-        assert revoked == ["key:peer"]
-        await until(lambda: raw.was_cut_off)
+    it.node.bus.allow(listed(it.keys["peer"], role))
+    raw = it.raw("peer")
+    raw.send(hello_as(role), Ping(1))
+    assert await raw.receive() == Pong(1)
+    revoked = it.node.bus.allow(listed(it.keys["peer"], listed_role))
+    if role == listed_role:
+        assert revoked == []
+        raw.send(Ping(2))
+        assert await raw.receive() == Pong(2)
+        return
+    assert revoked == ["key:peer"]
+    await until(lambda: raw.was_cut_off)
 
 
 async def test_a_key_with_several_roles_or_none_named_is_dialled_in_each_of_these() -> None:

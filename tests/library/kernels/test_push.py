@@ -67,6 +67,10 @@ def carded(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, seed: int) -> GpuO
     return gpu
 
 
+def sides() -> tuple[Tensors, Tensors]:
+    return filled("layer_first", mla(), 4, 64, content=True), filled("page_first", mla(), 4, 64, content=False)
+
+
 def pushed(
     source: Tensors, target: Tensors, target_slots: Any, source_slots: Any, rows: int, *, fetch: bool,
     device: int | None, **how: Any,
@@ -151,10 +155,7 @@ def test_long_runs_of_every_layout_go_through_the_ring(
 
 
 def test_a_run_is_one_transfer_a_chunk(here: GpuOnHost) -> None:
-    source, target = (
-        filled("layer_first", mla(), 4, 64, content=True),
-        filled("page_first", mla(), 4, 64, content=False),
-    )
+    source, target = sides()
     pushed(source, target, range(256), np.arange(256)[::-1].copy(), 256, fetch=False, device=0, backend="ring")
     here.finish()
     rows = [count // (3 * 1_152) for _, _, count in here.copies]
@@ -163,10 +164,7 @@ def test_a_run_is_one_transfer_a_chunk(here: GpuOnHost) -> None:
 
 @pytest.mark.parametrize("backend", ["direct", "strided", "ring"])
 def test_no_transfer_crosses_two_registrations(here: GpuOnHost, backend: str) -> None:
-    source, target = (
-        filled("layer_first", mla(), 4, 64, content=True),
-        filled("page_first", mla(), 4, 64, content=False),
-    )
+    source, target = sides()
     starts = source.memory.ctypes.data, target.memory.ctypes.data
     here.borders = np.sort([start + at for start in starts for at in (0, 5_000, 5_001, 123_456, 10_000_000)])
     right = wanted(source, target, np.arange(256), np.arange(256))
@@ -228,10 +226,7 @@ def test_runs_are_cut_at_borders_of_either_side_and_nowhere_else() -> None:
 def test_what_is_cancelled_before_it_starts_writes_nothing_and_reports_it(
     here: GpuOnHost, backend: str, device: int | None
 ) -> None:
-    source, target = (
-        filled("layer_first", mla(), 4, 64, content=True),
-        filled("page_first", mla(), 4, 64, content=False),
-    )
+    source, target = sides()
     progress, cancel = Progress(device), CancelWord()
     cancel.set()
     how = {"fetch": False, "device": device, "backend": backend, "progress": progress, "cancel": cancel}
@@ -245,10 +240,7 @@ def test_what_is_cancelled_before_it_starts_writes_nothing_and_reports_it(
 def test_cancel_stops_what_the_lanes_have_not_begun_and_the_end_comes_after_what_they_have(
     here: GpuOnHost, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    source, target = (
-        filled("layer_first", mla(), 4, 64, content=True),
-        filled("page_first", mla(), 4, 64, content=False),
-    )
+    source, target = sides()
     progress, cancel, queued = Progress(0), CancelWord(), 0
     copy = here.copy
 
@@ -272,10 +264,7 @@ def test_cancel_stops_what_the_lanes_have_not_begun_and_the_end_comes_after_what
 
 
 def test_no_more_works_are_pending_than_may_be(here: GpuOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = (
-        filled("layer_first", mla(), 4, 64, content=True),
-        filled("page_first", mla(), 4, 64, content=False),
-    )
+    source, target = sides()
     ahead, launch = [], here.launch
 
     def counting(*launched: Any, **how: Any) -> None:
@@ -292,10 +281,7 @@ def test_pushes_of_several_streams_share_a_ring_and_none_reads_what_another_put_
     here: GpuOnHost, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(here, "_random", random.Random(seed))
-    source, target = (
-        filled("layer_first", mla(), 4, 64, content=True),
-        filled("page_first", mla(), 4, 64, content=False),
-    )
+    source, target = sides()
     back = filled("layer_first", mla(), 4, 64, content=False)
     right = wanted(source, target, np.arange(200), np.arange(200))
     right_back = wanted(target_after(target, right), back, np.arange(3), np.arange(3))
@@ -318,10 +304,7 @@ def target_after(target: Tensors, memory: Any) -> Tensors:
 
 
 def test_uploads_are_not_overwritten_before_the_card_has_them(here: GpuOnHost) -> None:
-    source, target = (
-        filled("layer_first", mla(), 4, 64, content=True),
-        filled("page_first", mla(), 4, 64, content=False),
-    )
+    source, target = sides()
     order = np.random.default_rng(0).permutation(256)
     right = wanted(source, target, order, np.arange(256))
     stream = here.stream()
@@ -360,10 +343,7 @@ def test_tables_of_copies_that_are_under_way_make_no_place_for_others(here: GpuO
 def test_where_the_card_refuses_nothing_is_pending_once_the_caller_gets_the_error(
     here: GpuOnHost, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    source, target = (
-        filled("layer_first", mla(), 4, 64, content=True),
-        filled("page_first", mla(), 4, 64, content=False),
-    )
+    source, target = sides()
     progress, calls, refuse = Progress(0), 0, here._refuse
 
     def later(name: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import pytest
 import zmq
@@ -136,6 +138,36 @@ class Raw:
         while self._monitor.poll(0):
             self._seen.add(int(parse_monitor_message(self._monitor.recv_multipart())["event"]))
         return event in self._seen
+
+
+@dataclass
+class Listening:
+    """A node that listens, and how raw peers dial it: with the keys of a name that it lists, or all without keys."""
+
+    node: Node
+    endpoint: str
+    own: KeyPair | None
+    keys: dict[str, KeyPair]
+    context: Context
+
+    def raw(self, name: str = "", **more: Any) -> Raw:
+        if self.own is not None:
+            more = {"keys": self.keys[name], "server": self.own.public, **more}
+        return Raw(self.context, self.endpoint, **more)
+
+    async def met(self, name: str, **more: Any) -> Raw:
+        """One that has said Hello, and been answered."""
+        raw = self.raw(name, **more)
+        raw.send(hello(name), Ping(1))
+        assert await raw.receive() == Pong(1)
+        return raw
+
+
+@asynccontextmanager
+async def listening(context: Context, *names: str, **more: Any) -> AsyncIterator[Listening]:
+    own, keys = pair() if names else None, {name: pair() for name in names}
+    async with Node("p", own, keys if names else None, **more) as node:
+        yield Listening(node, await node.bus.bind(ANY_PORT), own, keys, context)
 
 
 async def rebind(node: Node, endpoint: str) -> None:

@@ -16,8 +16,7 @@ from pdtransfer.bus.keys import KeyPair
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Goodbye, Grant, Message, Part, Ping, Pong, Reject, encode
-from tests.library.bus.conftest import Listening
-from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Context, Node, Raw, hello, pair
+from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Context, Listening, Node, Raw, hello, pair
 from tests.support.waiting import until
 
 

@@ -20,9 +20,8 @@ from pdtransfer.bus.keys import AllowList
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Grant, Granted, Message, Part, Ping, Pong, Reject, decode, encode
-from tests.library.bus.conftest import Listening
 from tests.library.bus.zmtp import Zmtp, frame
-from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Context, Node, Raw, hello, pair
+from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Context, Listening, Node, Raw, hello, pair
 from tests.support.internals import audited, connections_of, dialled_by, routes_of
 from tests.support.waiting import until
 

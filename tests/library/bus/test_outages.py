@@ -15,8 +15,7 @@ import zmq
 
 from pdtransfer.bus.sockets import resolve
 from pdtransfer.wire import Goodbye, Ping, Reject
-from tests.library.bus.conftest import Listening
-from tests.support.bus_peers import ANY_PORT, LIMITS, Context, Node, hello, pair, rebind
+from tests.support.bus_peers import ANY_PORT, LIMITS, Context, Listening, Node, hello, pair, rebind
 from tests.support.internals import dialled_by
 from tests.support.waiting import until
 

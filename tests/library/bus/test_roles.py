@@ -10,8 +10,7 @@ import pytest
 from pdtransfer.bus.keys import ROLES, AllowList, KeyPair
 from pdtransfer.errors import ConfigError
 from pdtransfer.wire import VERSION, Hello, Message, Ping, Pong, Reject, Welcome
-from tests.library.bus.conftest import Listening
-from tests.support.bus_peers import ANY_PORT, Node, hello, pair
+from tests.support.bus_peers import ANY_PORT, Listening, Node, hello, pair
 from tests.support.internals import dialled_by
 from tests.support.waiting import until
 

@@ -78,7 +78,7 @@ SEEN = {
         "chosen slots drained", "slots of another room refused", "fences that had to wait", "prefill kills", "ready",
     ),
 }  # fmt: skip
-READY = {"turns": 2, "strangers": 3, "parts": 3, "variants": 3}  # of so many rooms more than one is READY
+READY = {"turns": 2, "strangers": 3, "parts": 3, "variants": 3}  # of this many rooms more than one is READY
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 
 import pytest
@@ -14,3 +15,11 @@ from tests.serve.router.router_site import Site
 @pytest.fixture
 def site(marked: Callable[..., AbstractAsyncContextManager[Site]]) -> AbstractAsyncContextManager[Site]:
     return marked(router_site.site)
+
+
+@pytest.fixture
+def young_heap() -> Iterator[None]:
+    """A collection looks at what the test has made alone, and not at all that the tests before it have left."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -137,6 +137,7 @@ def test_the_choice_is_that_of_a_look_at_every_worker(seed: int) -> None:
     assert all(met.values()), met
 
 
+@pytest.mark.usefixtures("young_heap")
 def test_nothing_is_kept_of_workers_that_have_left() -> None:
     pool = WorkerPool(identity("r", "router"), ["tcp://p:1"], ["tcp://d:1"], LIMITS, lambda _: None, lambda *_: None)
     pool.start(0.0)

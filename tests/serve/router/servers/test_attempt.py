@@ -146,6 +146,7 @@ async def test_once_stopped_nothing_waits_for_a_server(lone: Alone) -> None:
     assert (failed.cause, failed.blamed, failed.again) == (Cause.SHUTDOWN, (), False)
 
 
+@pytest.mark.usefixtures("young_heap")
 @pytest.mark.given(handler=fine)
 async def test_nothing_is_kept_of_a_server_that_nobody_waits_for(lone: Alone) -> None:
     server = Server(lone.server.url, "decode", KnownPrefixes(1), why="")
@@ -248,6 +249,7 @@ async def test_where_decode_fails_its_prefill_is_avoided_as_well(
     assert f"{bad.url}: answers 500" in caplog.text
 
 
+@pytest.mark.usefixtures("young_heap")
 async def test_a_prefill_whose_request_has_its_answer_is_forgotten_when_it_ends(site: ServerSite) -> None:
     await site.meet()
     site.prefill[0].more.clear()
@@ -285,6 +287,7 @@ async def test_role_events_beyond_those_of_the_choices_are_passed_on(site: Serve
         more.set()
 
 
+@pytest.mark.usefixtures("young_heap")
 async def test_closing_leaves_nothing_open() -> None:
     errors: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))

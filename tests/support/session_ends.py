@@ -79,10 +79,10 @@ def kv_bytes(tokens: int) -> int:
     return (tokens + -(-tokens // 4)) * LAYERS * ROW
 
 
-class _End:
-    """A core and its clock."""
+class CoreAndClock:
+    """A core without I/O, and what time it is there."""
 
-    core: DecodeSessions | PrefillSessions
+    core: Any
     now: float
 
     def tick(self, seconds: float) -> list[Any]:
@@ -98,7 +98,7 @@ class _End:
         self.now = end
 
 
-class DecodeEnd(_End):
+class DecodeEnd(CoreAndClock):
     """A DecodeSessions whose prefill ranks are played by the test."""
 
     def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS, **options: Any) -> None:
@@ -172,7 +172,7 @@ class DecodeEnd(_End):
         return [free.free_slots for free in self.core.arena.free]
 
 
-class PrefillEnd(_End):
+class PrefillEnd(CoreAndClock):
     """A PrefillSessions whose decode ranks are played by the test."""
 
     def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS) -> None:

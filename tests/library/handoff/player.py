@@ -1,20 +1,12 @@
-"""Plays scenarios: text of what one end of a session receives, and of all that it then does.
-
-A paragraph of a text is a scenario: its title, remarks that begin with #, then steps. A step is a verb with arguments,
-`=>`, and every effect in its order; an indented line goes on with the one above. The paragraph `before each` is played
-at the beginning of all scenarios of its text; a `node` stands for the one before it. A step behind | begins another
-scenario: the steps above the paragraph's first | come before it.
+"""Plays scenarios (tests/support/scenarios.py) of what one end of a session receives, and of all that it then does.
 
 A message or effect has its name, its grant or room, and PEER.SESSION where they are not p0 or d0, and a0. Then comes
 each field by name that is not as stated here: what the struct has as its default, `STATED` below, and of a Hello or
 Welcome the identity that its sender has in all scenarios. `again`: the fields that follow differ from those of the last
 one of that name, number, peer and session; the others are equal. Rows and slots are first:end. A part of a Grant is
 COMPONENT[rows]@slots, with its component's place in Register; a Write has COMPONENT[slots read]@slots. `@0.1 0.3` are
-the seconds of a step at which its effect came. Behind the effects is what is not as it was before the step: free slots
-of each component, bytes in quarantine, states of sessions, and whether the node is idle.
-
-With REWRITE_SCENARIOS=1 in the environment, pytest writes what has happened behind each `=>`. A commit that changes
-such lines gives the reason.
+the seconds of a step at which its effect came. Behind the effects: free slots of each component, bytes in quarantine,
+states of sessions, and whether the node is idle.
 """
 
 from __future__ import annotations
@@ -22,27 +14,27 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
 
 from pdtransfer import wire
-from pdtransfer.errors import LocalProtocolError
+from pdtransfer.errors import LocalProtocolError, RemoteProtocolError
 from pdtransfer.handoff.effects import ComponentRows, Send, Write
 from pdtransfer.handoff.slot_allocator import extents_of, slot_count
 from pdtransfer.layout.layout import Component
 from pdtransfer.wire import VERSION, Holds, Identity, Member, Part, Ranks, Withdrawn, pack_extents, unpack_extents
 from tests.library.sim.pools import LAYERS
+from tests.support.scenarios import Player
 from tests.support.session_ends import ARENA_BYTES, REACH, kv_bytes
 
-REWRITE = "REWRITE_SCENARIOS"
-PEERS = {f"p{n}": f"tcp://p{n}" for n in range(5)} | {f"d{n}": f"node:d{n}" for n in range(4)}
+PEERS = {f"p{n}": f"tcp://p{n}" for n in range(5)} | {
+    f"{role}{n}": f"node:{role}{n}" for role in "dr" for n in range(4)
+}
 NAMES = {endpoint: name for name, endpoint in PEERS.items()}
 STATED = {
     "session": 0xA0, "tokens": 8, "prefix": 0, "send_aux": True, "time_left_ms": 60_000, "aux": b"", "detail": "",
@@ -50,113 +42,23 @@ STATED = {
     "layers": (0, LAYERS), "quiescent": False, "kv_bytes": kv_bytes(8), "bytes_ready": ARENA_BYTES,
 }  # fmt: skip
 _hints = cache(get_type_hints)
-_WIDTH = 120
-_WORD = re.compile(r'(?:[^\s"]|"[^"]*")+')
-_WHO = re.compile(r"([pd]\d)?\.?\b([a-f][0-9a-f]+)?")
+_WHO = re.compile(r"([pdr]\d)?\.?\b([a-f][0-9a-f]+)?")
 _PART = re.compile(r"(\d+)\[(\d+):(\d+)\]@([\d:+]*)")
 _HELD = re.compile(r"(\w+)(?:\[(\d+):(\d+)\])?((?:/\d+)*)")
 _NUMBERS = ("write", "grant", "room")  # the first of these that a struct has is printed without its name
 
 
-class ScenarioError(Exception):
-    """A text that is not understood, by its file and line."""
-
-
-@dataclass(slots=True)
-class Step:
-    line: int
-    does: str
-    then: str
-
-
-@dataclass(slots=True)
-class Scenario:
-    """`steps` are its own, `before` those of others that it begins with."""
-
-    path: Path
-    title: str
-    before: list[Step]
-    steps: list[Step] = field(default_factory=list[Step])
-
-    def played(self, player: type[Player]) -> Iterator[tuple[Step, str]]:
-        """Each of its own steps, and what that has led to."""
-        nodes = [step for step in [*self.before, *self.steps] if step.does.startswith("node")]
-        order = nodes[-1:] + [step for step in [*self.before, *self.steps] if step not in nodes]
-        plays = player()
-        for step in order:
-            try:
-                happened = plays.play(step.does)
-            except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ScenarioError(f"{self.path}:{step.line}: {step.does}: {error!r}") from error
-            if step not in self.before:
-                yield step, happened
-
-
-def read(path: Path) -> dict[str, Scenario]:
-    """The scenarios of a text by their titles."""
-    before, found, common, scenario = list[Step](), dict[str, Scenario](), None, None
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        does, _, then = (part.strip() for part in line.partition(" =>"))
-        if not line:
-            scenario = common = None
-        elif line.startswith("#"):
-            continue
-        elif (scenario is None and (line in found or then or line[0] in " |")) or (
-            line[0] == " " and not scenario.steps
-        ):
-            raise ScenarioError(f"{path}:{number}: expected a title that no other scenario has: {line}")
-        elif scenario is None:
-            scenario = found[line] = Scenario(path, line, [] if line == "before each" else before)
-        elif line[0] == " ":
-            scenario.steps[-1].then = f"{scenario.steps[-1].then} {line.strip()}".removeprefix(" => ")
-        elif line[0] == "|":
-            common = common or found[scenario.title]
-            title = f"{common.title} {does}"
-            scenario = found[title] = Scenario(path, title, [*common.before, *common.steps], [Step(number, does, then)])
-        else:
-            scenario.steps.append(Step(number, does, then))
-            if scenario.title == "before each":
-                before.append(scenario.steps[-1])
-    return {title: each for title, each in found.items() if each.steps}
-
-
-def rewrite(path: Path, player: type[Player]) -> None:
-    """Writes into the text what happens now."""
-    played = [each for scenario in read(path).values() for each in scenario.played(player)]
-    happened = {step.line: (step.does, then) for step, then in played}
-    lines = list[str]()
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if number in happened:
-            lines += _wrapped(*happened[number])
-        elif not line.startswith(" "):
-            lines.append(line)
-    path.write_text("\n".join(lines) + "\n")
-
-
-def _wrapped(does: str, then: str) -> Iterator[str]:
-    line = f"{does:<20} =>"
-    if len(line) > _WIDTH // 2:
-        yield does
-        line = "    =>"
-    for effect in then.split("; "):
-        if len(line) + len(effect) + 2 > _WIDTH and not line.endswith("=>"):
-            yield line
-            line = "   "
-        line += f" {effect};"
-    yield line.removesuffix(";")
-
-
-class Player:
+class SessionPlayer(Player):
     """One end of the sessions. Verbs are its methods that begin with `do_`, methods of its core, and messages."""
 
+    makes = "node"
     end: Any
     peer: str  # whom a message is from, and to, where no other is named
     takes: ClassVar[dict[str, type]] = {}  # whose fields are arguments of a verb, too
 
     def __init__(self) -> None:
         self._reported: dict[tuple[str, ...], dict[str, str]] = {}
-        self._state: dict[str, str] = {}
-        self.play("node")
+        super().__init__()
 
     @property
     def them(self) -> Identity:
@@ -168,33 +70,21 @@ class Player:
         """Components that are printed by their names."""
         raise NotImplementedError
 
-    def state(self) -> dict[str, str]:
-        """What is shown of the node where it changes."""
-        raise NotImplementedError
-
     def stated(self, kind: Any) -> dict[str, Any]:
         """What is as stated at this end alone."""
         raise NotImplementedError
 
-    def play(self, line: str) -> str:
-        """Does a step; what it has led to."""
-        verb, *words = _WORD.findall(line.removeprefix("| "))
+    def effects(self, verb: str, words: list[str]) -> list[str]:
         started = getattr(self, "end", self).__dict__.get("now", 0.0)
         reported = dict[str, list[float]]()
         try:
             for each in (self._receive if verb[0].isupper() else self._do)(verb, words):
                 when, effect = each if isinstance(each, tuple) else (self.end.now, each)
                 reported.setdefault(self.shown(effect), []).append(when - started)
-        except LocalProtocolError as error:
-            return f"LocalProtocolError {json.dumps(str(error), ensure_ascii=False)}"
-        before, self._state = self._state, self.state()
-        changed = [f"{name} gone" for name in before if name not in self._state]
-        changed += [f"{name} {text}".strip() for name, text in self._state.items() if before.get(name) != text]
+        except (LocalProtocolError, RemoteProtocolError) as error:
+            return [f"{type(error).__name__} {json.dumps(str(error), ensure_ascii=False)}"]
         is_timed = verb in ("tick", "live")
-        return (
-            "; ".join([*(text + _times(times, is_timed=is_timed) for text, times in reported.items()), *changed])
-            or "nothing"
-        )
+        return [text + _times(times, is_timed=is_timed) for text, times in reported.items()]
 
     def do_tick(self, seconds: float) -> list[Any]:
         """Time passes, and nobody speaks."""
@@ -373,7 +263,9 @@ _BY_NAME: dict[str, Callable[[Any], Any]] = {
     "fields": lambda text: tuple(text.split("; ")) if text else (),
     "parts": _parts,
     "ranks": lambda text: Ranks(*map(int, text.split("/"))),
-    "group": lambda items: tuple(Member(each, PEERS[each] if number else "") for number, each in enumerate(items)),
+    "group": lambda items: tuple(
+        Member(each, PEERS.get(each, "") if number else "") for number, each in enumerate(items)
+    ),
     "keys": lambda items: _numbers(items).astype("<u4").tobytes(),
     "chosen": lambda items: tuple(map(int, items)),
     "holds": lambda items: tuple(map(_held, items)),

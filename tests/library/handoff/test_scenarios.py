@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
@@ -17,12 +16,13 @@ from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.handoff.slot_allocator import extents_of
 from pdtransfer.limits import TOKENS_MAX, Limits
 from pdtransfer.wire import Grant, Identity, Part, Registered, Welcome, pack_extents
-from tests.library.handoff.player import REWRITE, Player, Scenario, ScenarioError, arguments, read, rewrite
+from tests.library.handoff.player import SessionPlayer, arguments
 from tests.library.sim.pools import LAYERS, components
+from tests.support.scenarios import ScenarioError, plays, rewrite
 from tests.support.session_ends import ARENA_BYTES, LIMITS, REACH, SLOTS, D, DecodeEnd, P, PrefillEnd
 
 
-class DecodePlayer(Player):
+class DecodePlayer(SessionPlayer):
     """A decode node; prefill ranks p0, p1 and so on speak to it."""
 
     end: DecodeEnd
@@ -115,7 +115,7 @@ class DecodePlayer(Player):
         return effects
 
 
-class PrefillPlayer(Player):
+class PrefillPlayer(SessionPlayer):
     """A prefill node; decode ranks d0, d1 and so on speak to it."""
 
     end: PrefillEnd
@@ -221,17 +221,7 @@ class PrefillPlayer(Player):
 
 
 PLAYERS = {"decode": DecodePlayer, "prefill": PrefillPlayer}
-TEXTS = {path: PLAYERS[path.parent.name] for path in sorted(Path(__file__).parent.glob("*/*.txt"))}
-if REWRITE in os.environ:
-    for text, player in TEXTS.items():
-        rewrite(text, player)
-SCENARIOS = {f"{path.parent.name}/{path.stem}: {each.title}": each for path in TEXTS for each in read(path).values()}
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
-def test_scenario(scenario: Scenario) -> None:
-    for step, happened in scenario.played(TEXTS[scenario.path]):
-        assert happened == step.then, f"{scenario.path}:{step.line}: {step.does}"
+test_scenario = plays({path: PLAYERS[path.parent.name] for path in sorted(Path(__file__).parent.glob("*/*.txt"))})
 
 
 @pytest.mark.parametrize(

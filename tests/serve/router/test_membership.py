@@ -13,18 +13,9 @@ import pytest
 
 from pdtransfer.bus.limits import BusLimits
 from pdtransfer.errors import ConfigError, WorldError
-from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.commands.cli import main
 from pdtransfer.serve.router.backends.daemons.backend import Daemons
-from pdtransfer.serve.router.backends.daemons.router_effects import (
-    Emit,
-    Finish,
-    WorkerChanged,
-    WorkerLeft,
-)
-from pdtransfer.serve.router.backends.daemons.routing import Routing
-from pdtransfer.serve.router.backends.daemons.workers import worker_status
 from pdtransfer.serve.router.backends.servers.server_pool import ServerPool
 from pdtransfer.serve.router.fleet import fleet_changes, membership
 from pdtransfer.serve.router.fleet.admin import read_token
@@ -32,134 +23,13 @@ from pdtransfer.serve.router.fleet.fleet_changes import LOOK_S, FleetChanges
 from pdtransfer.serve.router.fleet.membership import Membership
 from pdtransfer.serve.router.fleet.roles import Departure, Role
 from pdtransfer.serve.router.fleet.status import WorkerStatus
-from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
-from pdtransfer.wire import Begin, End, Ended, Goodbye, Hello, Load, Ping, Pong, Tokens, Welcome, pack_ids
 from tests.serve.router.router_site import Site, Worker, site
-from tests.support.routing_world import LIMITS, identity, request
 from tests.support.waiting import until
 
 P, D, D2 = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "tcp://127.0.0.1:3"
 TOKEN = "0123456789abcdef-secret"
-
-
-class Fleet:
-    """A Routing whose workers answer when the test lets them."""
-
-    def __init__(self) -> None:
-        self.now, rooms = 0.0, iter(range(1, 1_000))
-        self.routing = Routing(
-            identity("r", "router"), prefill=(P,), decode=(D, D2), limits=LIMITS, mint=lambda: next(rooms)
-        )
-        self.routing.start(0.0)
-        for peer in (P, D, D2):
-            self.connect(peer)
-
-    def connect(self, peer: str, free: int = 1_000) -> None:
-        role = "prefill" if peer == P else "decode"
-        self.receive(peer, Welcome(1, identity(f"n{peer[-1]}", role)), Load(True, False, 0, 0, free, 1_000))
-
-    def receive(self, peer: str, *messages) -> list:
-        return [effect for message in messages for effect in self.routing.receive(peer, message, self.now)]
-
-    def begin(self) -> tuple[int, str]:
-        """A request's room, and the decode worker that it was sent to."""
-        _, effects = self.routing.submit(request(max_tokens=2), self.now)
-        begun = [(effect.peer, effect.message) for effect in effects if isinstance(effect, Send)]
-        ((peer, message),) = [(to, it) for to, it in begun if isinstance(it, Begin) and to != P]
-        return message.room, peer
-
-    def end(self, room: int, decode: str) -> list:
-        """The room's whole answer."""
-        effects = self.receive(P, End(room, "done", "", 0))
-        return effects + self.receive(decode, Tokens(room, 0, pack_ids([1, 2])), End(room, "length", "", 2))
-
-    def wait(self, seconds: float) -> list:
-        effects, self.now = list[object](), self.now + seconds
-        while (when := self.routing.next_tick()) is not None and when <= self.now:
-            effects += self.routing.tick(self.now)
-        return effects
-
-
-@pytest.fixture
-def fleet() -> Fleet:
-    return Fleet()
-
-
-def test_a_drained_worker_gets_no_new_room_its_rooms_end_and_it_can_be_taken_in_again(fleet: Fleet) -> None:
-    room, at = fleet.begin()
-    other = D2 if at == D else D
-    fleet.routing.workers.drain(at)
-    assert {fleet.begin()[1] for _ in range(4)} == {other}
-    status = worker_status(fleet.routing.workers.by_peer[at])
-    assert (status.state, status.why, status.leaves) == ("draining", "drained by an operator", False)
-    ended = fleet.end(room, at)
-    assert [each.ids for each in ended if isinstance(each, Emit)] == [[1, 2]]
-    assert [each for each in ended if isinstance(each, Finish)]
-    assert at in fleet.routing.workers.by_peer, "a drained one stays"
-    fleet.routing.add_worker(at, "decode", fleet.now)
-    fleet.receive(other, Load(True, False, 0, 0, 10, 1_000))
-    assert fleet.begin()[1] == at
-
-
-def test_a_removed_worker_leaves_after_its_last_room_and_its_last_answer_is_acknowledged(fleet: Fleet) -> None:
-    room, at = fleet.begin()
-    assert fleet.routing.remove_worker(at) == [], "its room goes on"
-    assert worker_status(fleet.routing.workers.by_peer[at]).leaves
-    assert fleet.begin()[1] != at
-    effects = [each for each in fleet.end(room, at) if isinstance(each, WorkerLeft | Send)]
-    kinds = [type(effect.message) if isinstance(effect, Send) else WorkerLeft for effect in effects]
-    assert kinds[-3:] == [Ended, Goodbye, WorkerLeft], "nothing is sent after its connection is closed"
-    assert at not in fleet.routing.workers.by_peer
-    assert fleet.receive(at, Pong(1), Tokens(room, 0, pack_ids([1]))) == []
-    assert not [each for each in fleet.wait(1.0) if isinstance(each, Send) and each.peer == at]
-
-
-def test_the_end_of_an_old_room_does_not_remove_a_worker_that_was_added_again(fleet: Fleet) -> None:
-    room, at = fleet.begin()
-    fleet.receive(P, End(room, "done", "", 0))
-    assert WorkerLeft(P) in fleet.routing.remove_worker(P), "decode still runs"
-    fleet.routing.add_worker(P, "prefill", fleet.now)
-    fleet.connect(P)
-    effects = fleet.receive(at, Tokens(room, 0, pack_ids([1, 2])), End(room, "length", "", 2))
-    assert [effect for effect in effects if isinstance(effect, Finish)]
-    assert not [effect for effect in effects if isinstance(effect, WorkerLeft)]
-    fleet.routing.remove_worker(P)
-    fleet.routing.add_worker(P, "prefill", fleet.now)
-    fleet.connect(P)
-    assert fleet.begin()
-
-
-def test_a_removed_worker_that_restarts_leaves_and_is_not_met_again(fleet: Fleet) -> None:
-    _, at = fleet.begin()
-    fleet.routing.remove_worker(at)
-    effects = fleet.receive(at, Welcome(1, identity(f"n{at[-1]}", "decode", 2)))
-    assert WorkerLeft(at) in effects
-    assert WorkerChanged(at, "") not in effects, "it has left"
-    assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Ping)]
-
-
-def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once(fleet: Fleet) -> None:
-    assert WorkerLeft(D) in fleet.routing.remove_worker(D)
-    room, at = fleet.begin()
-    fleet.routing.remove_worker(D2)
-    effects = fleet.receive(at, Goodbye(1, "shutdown"))
-    assert WorkerLeft(D2) in effects
-    assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Hello)]
-    assert not fleet.routing.workers.models()
-    assert room not in {room.id for room in fleet.routing.rooms if room.is_open}
-    with pytest.raises(AnswerFailedError):
-        fleet.routing.submit(request(), fleet.now)
-
-
-def test_a_worker_that_is_added_is_greeted_and_gets_rooms(fleet: Fleet) -> None:
-    new = "tcp://127.0.0.1:4"
-    (hello,) = fleet.routing.add_worker(new, "decode", fleet.now)
-    assert (hello.peer, type(hello.message)) == (new, Hello)
-    fleet.connect(new, free=5_000)
-    assert fleet.begin()[1] == new
-    assert fleet.routing.add_worker(new, "decode", fleet.now) == [], "once"
 
 
 def test_a_server_leaves_once_its_requests_have_ended() -> None:

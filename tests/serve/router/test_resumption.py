@@ -1,4 +1,5 @@
-"""Answers that go on in another room when the one that generates them is lost: each token once, and none too many."""
+"""Answers that go on in another room when the one that generates them is lost, over HTTP: each token once, and none too
+many."""
 
 from __future__ import annotations
 
@@ -7,195 +8,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from msgspec.structs import replace as replace_fields
 
-from pdtransfer.errors import Cause
-from pdtransfer.limits import PROMPT_BYTES_MAX, RESUMPTIONS_MAX
-from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, Finish, Retry
-from pdtransfer.wire import Begin, Cancel, End, Logprobs, Sampling, Tokens, pack_ids, unpack_ids
-from tests.serve.router.router_site import Site
-from tests.serve.router.routing_bench import D2, LOAD, P2, Bench, D, P
+from pdtransfer.limits import PROMPT_BYTES_MAX
+from tests.serve.router.router_site import Site, site
 from tests.support.routing_world import LIMITS
 from tests.support.waiting import until
-
-DRAWN = Sampling(12, temperature=0.7, seed=5, min_tokens=6)
-
-
-def resumable(sampling: Sampling = DRAWN, **more) -> Bench:
-    """A router with two workers of each role, and a request whose room is 1, on P and D."""
-    bench = Bench(prefill=(P, P2), decode=(D, D2), loads={D2: replace_fields(LOAD, slots_free=900)})
-    bench.submit(sampling=sampling, **{"enable_resume": True, **more})
-    assert bench.sent(Begin, D)
-    return bench
-
-
-def delivered(bench: Bench, *ids: int, room: int = 1, peer: str = D) -> None:
-    bench.receive(peer, Tokens(room, 0, pack_ids(list(ids))))
-
-
-def prefill_of(bench: Bench, room: int) -> str:
-    return next(each.prefill.worker.peer for each in bench.routing.rooms if each.id == room)
-
-
-@pytest.mark.parametrize("how", ["silent", "new process", "shutdown", "engine", "transfer"])
-def test_the_rest_of_an_answer_is_asked_of_another_decode_with_the_tokens_so_far(how: str) -> None:
-    bench = resumable(salt=b"s", request_id="r")
-    delivered(bench, 21, 22, 23)
-    if how == "silent":
-        bench.wait(LIMITS.silence_ms / 1e3 + 1, silent=D)
-    elif how == "new process":
-        bench.welcome(D, 7)
-    else:
-        bench.receive(D, End(1, how, "", 3))
-    begin, *repeated = bench.sent(Begin, D2)
-    assert {each.room for each in repeated} <= {begin.room}
-    assert not bench.sent(Begin, D)
-    assert unpack_ids("prompt", begin.prompt).tolist() == [7, 8, 9, 10, 11, 21, 22]
-    assert begin.sampling == replace_fields(DRAWN, max_tokens=10, min_tokens=4, generated=2)
-    assert (begin.salt, begin.request_id) == (b"s", "r")
-    (retry,) = bench.of(Retry)
-    assert (retry.request, retry.next_room, retry.resumed) == (1, begin.room, True)
-    assert (bench.routing.resumptions, bench.routing.retries) == (1, 0)
-
-    bench.receive(D2, Tokens(begin.room, 0, pack_ids([23, 24])))
-    assert bench.of(Emit) == [Emit(1, [24])]
-    ids = list(range(23, 33))
-    bench.receive(D2, Tokens(begin.room, 0, pack_ids(ids)), End(begin.room, "length", "", 10))
-    assert bench.of(Emit) == [Emit(1, ids[2:])]
-    bench.receive(prefill_of(bench, begin.room), End(begin.room, "done", "", 0))
-    (finish,) = bench.of(Finish)
-    assert (finish.request, finish.room.id, finish.room.resumptions) == (1, begin.room, 1)
-    assert finish.room.prompt_tokens == 7
-
-
-def test_an_answer_is_resumed_only_where_the_request_allows_it() -> None:
-    bench = resumable(enable_resume=False)
-    delivered(bench, 21, 22)
-    bench.welcome(D, 7)
-    assert not bench.sent(Begin)
-    assert bench.of(Fail)[0].cause is Cause.PEER_RESTARTED
-
-
-def test_logprobs_of_the_token_that_is_picked_again_are_dropped_with_it() -> None:
-    bench = resumable(Sampling(12, logprobs=True))
-    rows = [Logprobs(-0.5 - index).pack() for index in range(3)]
-    bench.receive(D, Tokens(1, 0, pack_ids([21]), rows[0]))
-    bench.receive(D, End(1, "engine", "", 1))
-    (begin,) = bench.sent(Begin, D2)
-    bench.receive(D2, Tokens(begin.room, 0, pack_ids([21, 22, 23]), b"".join(rows)))
-    assert bench.of(Emit) == [Emit(1, [22, 23], rows[1] + rows[2])]
-
-
-@pytest.mark.parametrize(
-    ("sampling", "generated"),
-    [
-        (Sampling(12), 0),
-        (Sampling(12, repetition_penalty=1.2, min_tokens=3), 0),
-        (Sampling(12, presence_penalty=0.5), 2),
-        (Sampling(12, frequency_penalty=-0.5), 2),
-        (Sampling(12, temperature=0.1), 2),
-    ],
-)
-def test_workers_learn_what_was_generated_only_where_a_pick_depends_on_it(sampling: Sampling, generated: int) -> None:
-    bench = resumable(sampling)
-    delivered(bench, 21, 22, 23)
-    bench.receive(D, End(1, "engine", "", 3))
-    (begin,) = bench.sent(Begin, D2)
-    assert begin.sampling.generated == generated
-
-
-def test_an_answer_that_lacked_only_its_end_gets_it_and_no_token_more() -> None:
-    bench = resumable(Sampling(3))
-    delivered(bench, 21, 22, 23)
-    bench.welcome(D, 7)
-    (begin,) = bench.sent(Begin, D2)
-    assert begin.sampling.max_tokens == 1
-    bench.receive(D2, Tokens(begin.room, 0, pack_ids([23])), End(begin.room, "length", "", 1))
-    assert not bench.of(Emit)
-    effects = bench.receive(prefill_of(bench, begin.room), End(begin.room, "done", "", 0))
-    assert [effect.room.decode.reason for effect in effects if isinstance(effect, Finish)] == ["length"]
-
-
-def test_a_room_that_picks_another_token_than_was_delivered_is_not_gone_on_with() -> None:
-    bench = resumable()
-    delivered(bench, 21, 22)
-    bench.receive(D, End(1, "engine", "", 2))
-    (begin,) = bench.sent(Begin, D2)
-    bench.receive(D2, Tokens(begin.room, 0, pack_ids([20, 24])))
-    assert not bench.of(Emit)
-    assert bench.sent(Cancel, D2) == [Cancel(begin.room, "engine")]
-    assert [each.detail for each in bench.of(Retry)] == ["d1: cannot go on: it picks 20 where 22 was delivered"]
-    assert bench.routing.resumptions == 2, "and another worker is asked"
-
-
-def test_an_answer_is_resumed_so_many_times_and_then_fails() -> None:
-    bench = resumable()
-    peer, ids = D, list(range(40, 52))
-    for done in range(RESUMPTIONS_MAX + 1):
-        delivered(bench, *ids[max(0, done - 1) : done + 1], room=done + 1, peer=peer)
-        assert bench.of(Emit) == [Emit(1, [ids[done]])]
-        bench.receive(peer, End(done + 1, "engine", "", min(done + 1, 2)))
-        peer = D2 if peer == D else D
-        assert bool(bench.sent(Begin, peer)) is (done < RESUMPTIONS_MAX)
-    (failed,) = bench.of(Fail)
-    assert (failed.request, failed.cause) == (1, Cause.ENGINE)
-
-
-def test_an_answer_is_resumed_after_a_retry_before_its_first_token() -> None:
-    bench = resumable()
-    bench.receive(P, End(1, "transfer", "", 0))
-    peer = D if bench.sent(Begin, D) else D2
-    delivered(bench, 21, room=2, peer=peer)
-    bench.receive(peer, End(2, "engine", "", 1))
-    assert [each.room for each in bench.sent(Begin, D if peer == D2 else D2)] == [3]
-    assert (bench.routing.retries, bench.routing.resumptions) == (1, 1)
-
-
-def test_a_client_that_has_left_is_not_resumed() -> None:
-    bench = resumable()
-    delivered(bench, 21, 22)
-    bench.effects = bench.routing.cancel(1, bench.now)
-    assert bench.of(Fail)[0].cause is Cause.ABORTED
-    bench.welcome(D, 7)
-    assert not bench.sent(Begin)
-
-
-def test_without_another_decode_the_answer_fails_and_the_dead_one_is_not_asked() -> None:
-    bench = Bench()
-    bench.submit(sampling=DRAWN, enable_resume=True)
-    delivered(bench, 21, 22)
-    bench.welcome(D, 7)
-    assert not bench.sent(Begin)
-    assert bench.of(Fail)[0].cause is Cause.PEER_RESTARTED
-
-
-def test_an_answer_that_no_prompt_could_hold_is_not_kept() -> None:
-    bench = resumable(Sampling(12), length=PROMPT_BYTES_MAX // 4 - 2)
-    delivered(bench, 21, 22)
-    (room,) = bench.routing.rooms
-    assert len(room.so_far.ids) == 8
-    bench.receive(D, Tokens(1, 2, pack_ids([23])), End(1, "engine", "", 3))
-    assert not room.so_far.ids
-    assert not bench.sent(Begin)
-    assert bench.of(Fail)
-
-
-def test_a_resumption_that_is_refused_fails_for_the_reason_of_the_loss() -> None:
-    bench = resumable()
-    delivered(bench, 21, 22)
-    bench.receive(D, End(1, "shutdown", "it ends", 2))
-    for room, peer in ((2, D2), (3, D), (4, D2)):
-        bench.receive(peer, End(room, "refused", "generated: the engine does not support it", 0))
-        if bench.of(Fail):
-            break
-    (failed,) = bench.of(Fail)
-    assert failed.cause is Cause.SHUTDOWN
-    assert "it ends" in failed.detail
-    assert "was not resumed" in failed.detail
-
-
-# Over HTTP
-
 
 ASKED = {"prompt": "abcde", "max_tokens": 16, "seed": 3, "logprobs": 1, "enable_resume": True}
 
@@ -285,3 +102,15 @@ async def test_what_is_kept_of_answers_counts_against_the_bytes_of_all_prompts(s
     body = {"prompt": ["ab", "cd"], "max_tokens": 400_000}
     status, answer, _ = await site.post(**body, enable_resume=True)
     assert (status, answer["error"]["param"]) == (400, "n"), "it never fits"
+
+
+async def test_only_streams_ask_for_the_first_token_of_prefill_and_only_where_the_flag_allows_it() -> None:
+    for stream_from in ("prefill", "decode"):
+        async with site(stream_from=stream_from) as it:
+            for stream in (True, False):
+                body = {"prompt": "once", "max_tokens": 3, "stream": stream}
+                async with it.http.post(it.url + "/v1/completions", json=body) as response:
+                    assert response.status == 200
+                    await response.read()
+            asked = [[begin.first_token for begin in side[0].begun] for side in (it.prefill, it.decode)]
+            assert asked == [[stream_from == "prefill", False], [False, False]]

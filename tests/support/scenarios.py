@@ -80,6 +80,8 @@ def read(path: Path) -> dict[str, Scenario]:
         elif line[0] == "|":
             common = common or found[scenario.title]
             title = f"{common.title} {does}"
+            if title in found:
+                raise ScenarioError(f"{path}:{number}: expected a step that no other scenario begins with: {line}")
             scenario = found[title] = Scenario(path, title, [*common.before, *common.steps], [Step(number, does, then)])
         else:
             scenario.steps.append(Step(number, does, then))

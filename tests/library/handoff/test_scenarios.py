@@ -233,6 +233,7 @@ test_scenario = plays({path: PLAYERS[path.parent.name] for path in sorted(Path(_
         ("t\ndial p9 => x", ":2: .*p9"),
         ("t\nDrained 1 2 => x", ":2: .*too many"),
         ("t\ndial p0 => x\n\nt\ndial p0 => x", ":4: .* title .*: t"),
+        ("t\n| dial p0 => x\n| dial p0 => x", ":3: expected a step .*: .*dial p0"),
         ("t\n   up", ":2: expected a title"),
         ("up => x", ":1: expected a title"),
     ],

@@ -31,7 +31,7 @@ from unittest.mock import patch
 from pdtransfer import room_id
 from pdtransfer.adapters.vllm import scheduler
 from pdtransfer.adapters.vllm.kinds import PAGED, STATE
-from pdtransfer.adapters.vllm.orders import KVGroup, RankRuns, Rows
+from pdtransfer.adapters.vllm.orders import KVGroup, Orders, RankRuns, Rows
 from pdtransfer.adapters.vllm.scheduler import SchedulerSide
 from tests.support.scenarios import Player
 
@@ -153,7 +153,13 @@ class SchedulerPlayer(Player):
         yield from self.do_request(name, tokens, "sends", **more)
         yield from self.do_step(new=f"{name}:{before}+{count or int(tokens) - int(before)}@{table}")
 
-    def do_step(self, new: str = "", more: str = "", resumed: str = "", preempted: str = "") -> Iterator[str]:
+    def do_step(self, **given: str) -> Iterator[str]:
+        orders = self.orders(**given)
+        for kind in fields(orders):
+            for order in getattr(orders, kind.name):
+                yield f"{kind.name.title()} {order}" if isinstance(order, str) else self._shown(order)
+
+    def orders(self, new: str = "", more: str = "", resumed: str = "", preempted: str = "") -> Orders:
         def computed(text: str) -> list[tuple[str, int, int, Any]]:
             found = [_COMPUTED.fullmatch(each).groups() for each in text.split(";") if each]
             return [(name, int(before), int(count), table and _table(table)) for name, before, count, table in found]
@@ -164,7 +170,7 @@ class SchedulerPlayer(Player):
             num_computed_tokens=[before for _, before, *_ in again + going_on],
             new_block_ids=[blocks for *_, blocks in again + going_on],
         )  # fmt: skip
-        orders = self.side.orders(SimpleNamespace(
+        return self.side.orders(SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=name, block_ids=blocks, num_computed_tokens=before)
                 for name, before, _, blocks in first
@@ -172,9 +178,6 @@ class SchedulerPlayer(Player):
             scheduled_cached_reqs=cached, preempted_req_ids=preempted.split(",") if preempted else None,
             num_scheduled_tokens={name: count for name, _, count, _ in first + again + going_on},
         ))  # fmt: skip
-        for kind in fields(orders):
-            for order in getattr(orders, kind.name):
-                yield f"{kind.name.title()} {order}" if isinstance(order, str) else self._shown(order)
 
     def do_failed(self, requests: str = "none", blocks: str = "none") -> list[str]:
         names, failed = ({*text.split(",")} - {"none"} for text in (requests, blocks))

@@ -5,9 +5,10 @@ The schedulers' sides and the workers' sides are real, and so are their clients.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +19,17 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 import torch
 
-from pdtransfer import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.kit.peers import Reachable
 from pdtransfer.adapters.vllm.kinds import PAGED, dcp_sizes_of, keep_blocks_whole
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Rows
-from pdtransfer.adapters.vllm.pools import Pools, pools
+from pdtransfer.adapters.vllm.pools import Pools
 from pdtransfer.adapters.vllm.scheduler import SchedulerSide
 from pdtransfer.adapters.vllm.worker import WorkerSide
 from pdtransfer.errors import ConfigError
 from pdtransfer.wire import Ranks
-from tests.support.client_pair import LIMITS
+from tests.library.adapters.vllm.scheduler_player import SchedulerPlayer
+from tests.library.adapters.vllm.vllm_ranks import Rank, arena_cache, pools_of, world
 from tests.support.waiting import wait_for
 
 LAYERS, BLOCKS, TOKENS, WIDTH = 2, 40, 4, 8
@@ -61,15 +62,12 @@ def numbers(layer: int, head: int, prompt: int, token: int) -> np.ndarray:
 
 @dataclass
 class Engine:
-    """One engine's scheduler, and the worker and the cache of each rank."""
+    """One engine's scheduler, and its ranks."""
 
     shape: Shape
     kv_heads: int
-    scheduler: SchedulerSide
-    workers: list[WorkerSide] = field(default_factory=list[WorkerSide])
-    caches: list[np.ndarray] = field(default_factory=list[np.ndarray])
-    ended: list[set[str]] = field(default_factory=list[set[str]])
-    failed: set[str] = field(default_factory=set[str])
+    player: SchedulerPlayer
+    ranks: list[Rank]
     used: int = 1  # blocks; the first is the null block
 
     def head(self, rank: int) -> int:
@@ -85,7 +83,7 @@ class Engine:
 
     def compute(self, prompt: int, tokens: int, table: Sequence[int]) -> None:
         """What vLLM writes: at each rank the tokens that are its own."""
-        for rank, cache in enumerate(self.caches):
+        for rank, cache in enumerate(rank.cache for rank in self.ranks):
             for token in range(tokens):
                 if (place_of_token := place(token, rank, self.shape.dcp)) is not None:
                     for layer in range(LAYERS):
@@ -93,21 +91,16 @@ class Engine:
                             layer, self.head(rank), prompt, token
                         )
 
-    def step(self, orders: Orders) -> None:
-        for worker in self.workers:
-            worker.begin(orders)
-            worker.end(lambda: None)
-
-    def poll(self, finished: tuple[str, ...] = ()) -> None:
-        for worker, ended in zip(self.workers, self.ended, strict=True):
-            results = worker.results(finished)
-            ended |= results.received | results.sent
-            self.failed |= results.failed
+    def step(self, **given: str) -> None:
+        orders = self.player.orders(**given)
+        for rank in self.ranks:
+            rank.side.begin(orders)
+            rank.side.end(lambda: None)
 
     def wrong(self, prompt: int, tokens: int, prefix: int, table: Sequence[int]) -> list[tuple[int, int]]:
         """The (rank, token) whose bytes are not there, or are there although they were not to be sent."""
         wrong: list[tuple[int, int]] = []
-        for rank, cache in enumerate(self.caches):
+        for rank, cache in enumerate(rank.cache for rank in self.ranks):
             for token in range(tokens):
                 if (place_of_token := place(token, rank, self.shape.dcp)) is None:
                     continue
@@ -122,7 +115,7 @@ class Engine:
     def stray(self, tables: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, int]]:
         """The (rank, block) that something was written to, though no token of these prompts is in it."""
         stray: list[tuple[int, int]] = []
-        for rank, cache in enumerate(self.caches):
+        for rank, cache in enumerate(rank.cache for rank in self.ranks):
             places = [
                 (table, place_of_token)
                 for tokens, table in tables
@@ -136,7 +129,7 @@ class Engine:
 
 def described(cache: np.ndarray, base: int, group: KVGroup, heads: Heads) -> Pools:
     views = dict(zip(NAMES, torch.from_numpy(cache), strict=True))
-    return pools(views, [(group, NAMES)], blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=heads)
+    return pools_of(views, [(group, NAMES)], blocks=BLOCKS, heads=heads, base=base)
 
 
 @contextmanager
@@ -145,73 +138,58 @@ def engines(
 ) -> Iterator[tuple[Engine, Engine]]:
     stripes = stripes or max(prefill.dcp, decode.dcp)
     groups = [KVGroup(0, PAGED.of(TOKENS), dcp_size=shape.dcp, stripes=stripes) for shape in (prefill, decode)]
-    schedulers = [
-        SchedulerSide(
-            [group], engine_id="p0", tp_size=shape.tp, sends=role == "p", receives=role == "d",
+    players = SchedulerPlayer(), SchedulerPlayer()
+    for player, shape, group in zip(players, (prefill, decode), groups, strict=True):
+        player.side = SchedulerSide(
+            [group],
+            engine_id="p0",
+            tp_size=shape.tp,
+            sends=player is players[0],
+            receives=player is players[1],
             reachable=Reachable(None, insecure=True),
         )
-        for role, shape, group in zip("pd", (prefill, decode), groups, strict=True)
-    ]  # fmt: skip
-    sends, receives = (
-        Engine(shape, kv_heads, scheduler) for shape, scheduler in zip((prefill, decode), schedulers, strict=True)
-    )
-    sources: list[str] = []
     shape = LAYERS, BLOCKS, 1, TOKENS, WIDTH
-    byte_count = int(np.prod(shape)) * 4
-
-    def settings(role: str, ranks: Ranks) -> NodeSettings:
-        return NodeSettings(node=f"{role}{ranks.tp_rank}", model="m", weights=b"w", limits=LIMITS, ranks=ranks)
-
-    with ExitStack() as stack:
+    with world() as made:
         for rank in range(prefill.tp):
-            ranks = Ranks(rank, prefill.tp)
-            cache = np.full(shape, UNTOUCHED, np.float32)
-            described_pools = described(cache, cache.ctypes.data, groups[0], Heads(kv_heads, ranks))
-            writer = WriterOptions(pool_address=cache.ctypes.data)
-            client = PrefillClient(
-                settings("p", ranks), described_pools.components, writer=writer, replicas=described_pools.replicas
-            )
-            stack.enter_context(client)
-            sources.append(client.endpoint)
-            sends.caches.append(cache)
-            sends.workers.append(WorkerSide(pools=described_pools, prefill=client, decode=None, time_left_s=60))
+            ranks, cache = Ranks(rank, prefill.tp), np.full(shape, UNTOUCHED, np.float32)
+            base = cache.ctypes.data
+            made.add_prefill(cache, described(cache, base, groups[0], Heads(kv_heads, ranks)), base, ranks)
         for rank in range(decode.tp):
-            ranks = Ranks(rank, decode.tp)
-            arena = ArenaMemory.create(byte_count)
-            cache = np.frombuffer(arena.mapping.view, np.float32, byte_count // 4).reshape(shape)
-            cache[:] = UNTOUCHED
-            described_pools = described(cache, arena.mapping.address, groups[1], Heads(kv_heads, ranks))
-            client = DecodeClient(
-                settings("d", ranks), described_pools.components, arena, engine_slots=True, prefix_cache=False,
-                open_ended=described_pools.open_ended, verify=True,
-            )  # fmt: skip
-            stack.enter_context(client)
-            receives.caches.append(cache)
-            receives.workers.append(WorkerSide(pools=described_pools, prefill=None, decode=client, time_left_s=60))
-        for engine in (sends, receives):
-            engine.ended = [set() for _ in engine.workers]
-        schedulers[0].endpoints = tuple(sources)
-        yield sends, receives
+            ranks, (arena, cache) = Ranks(rank, decode.tp), arena_cache(shape, UNTOUCHED)
+            cache_pools = described(cache, arena.mapping.address, groups[1], Heads(kv_heads, ranks))
+            made.add_decode(cache, cache_pools, arena, ranks)
+        players[0].side.endpoints = made.sources
+        yield Engine(prefill, kv_heads, players[0], made.prefill), Engine(decode, kv_heads, players[1], made.decode)
 
 
-def request(name: str, tokens: int, params: dict[str, Any]) -> Any:
-    return SimpleNamespace(
-        request_id=name, num_prompt_tokens=tokens, kv_transfer_params=params, prompt_token_ids=list(range(tokens)),
-        skip_reading_prefix_cache=False,
-    )  # fmt: skip
+def until_ended(sends: Engine, receives: Engine, *names: str) -> None:
+    """Waits until all ranks have reported these requests. None has failed."""
+    ranks = sends.ranks + receives.ranks
+    for rank in sends.ranks:
+        rank.poll(names)
+    wait_for(lambda: [rank.poll() for rank in ranks] and all(
+        (rank.seen.received | rank.seen.sent).issuperset(names) for rank in ranks
+    ))  # fmt: skip
+    assert not any(rank.seen.failed for rank in ranks)
 
 
-def step(name: str = "", table: Sequence[int] | None = None, before: int = 0, count: int = 0) -> Any:
-    """A step that computes `count` tokens of a request, which is new where it has a block table; or one without."""
-    new = [] if table is None else [SimpleNamespace(req_id=name, block_ids=[table], num_computed_tokens=before)]
-    names = [name] if name and table is None else []
-    cached = SimpleNamespace(
-        req_ids=names, resumed_req_ids=(), new_block_ids=[None] * len(names), num_computed_tokens=[before] * len(names)
-    )
-    counts = {name: count} if name else {}
-    return SimpleNamespace(
-        scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts, preempted_req_ids=()
-    )
+def begin(
+    sends: Engine, receives: Engine, number: int, tokens: int, *, prefix: int = 0, first: int = 0
+) -> tuple[list[int], list[int]]:
+    """Decode asks for a prompt behind what it has, and prefill computes it: in one step, or `first` tokens in one of
+    their own. Returns the block tables of both."""
+    name, sent, landed = f"r{number}", sends.table(tokens), receives.table(tokens)
+    sources = json.dumps(sends.player.side.endpoints, separators=(",", ":"))
+    given = f"cached={prefix} transfer_id={name} remote_endpoints={sources}"
+    wanted = receives.player.play(f"load {name} {tokens} {','.join(map(str, landed))} {given}")
+    assert "tokens" in wanted
+    receives.step()
+    sends.player.play(f"request {name} {tokens} sends transfer_id={name}")
+    sends.compute(number, tokens, sent)
+    sends.step(new=f"{name}:0+{first or tokens}@{','.join(map(str, sent))}")
+    if first:
+        sends.step(more=f"{name}:{first}+{tokens - first}")
+    return sent, landed
 
 
 PROMPTS = [(3, 0), (16, 0), (17, 4), (22, 4), (30, 12), (10, 8)]  # tokens, and those that decode has: in blocks of 4
@@ -231,33 +209,11 @@ PROMPTS = [(3, 0), (16, 0), (17, 4), (22, 4), (30, 12), (10, 8)]  # tokens, and 
 def test_each_token_lands_at_the_ranks_that_have_it(prefill: Shape, decode: Shape, kv_heads: int) -> None:
     """Prompts that end inside a block, and prefixes of decode's that end inside the block that all ranks share."""
     with engines(prefill, decode, kv_heads) as (sends, receives):
-        tables: list[tuple[list[int], list[int]]] = []
-        for number, (tokens, prefix) in enumerate(PROMPTS):
-            name = f"r{number}"
-            sent, landed = sends.table(tokens), receives.table(tokens)
-            tables.append((sent, landed))
-            params = {"do_remote_prefill": True, "transfer_id": name, "remote_endpoints": [*sends.scheduler.endpoints]}
-            wanted = request(name, tokens, params)
-            receives.scheduler.on_new_request(wanted)
-            external = receives.scheduler.matched_tokens(wanted, prefix)
-            assert external
-            receives.scheduler.on_blocks(wanted, [landed], external)
-            receives.step(receives.scheduler.orders(step()))
-            asked = request(name, tokens, {"do_remote_decode": True, "transfer_id": name})
-            sends.scheduler.on_new_request(asked)
-            sends.compute(number, tokens, sent)
-            cut = tokens // 2 + 1
-            sends.step(sends.scheduler.orders(step(name, sent, 0, cut)))
-            sends.step(sends.scheduler.orders(step(name, None, cut, tokens - cut)))
-        names = {f"r{number}" for number in range(len(PROMPTS))}
-
-        def landed_everywhere() -> bool:
-            sends.poll(tuple(names))
-            receives.poll()
-            return all(names <= ended for ended in (*receives.ended, *sends.ended))
-
-        wait_for(landed_everywhere)
-        assert not sends.failed | receives.failed
+        tables = [
+            begin(sends, receives, number, tokens, prefix=prefix, first=tokens // 2 + 1)
+            for number, (tokens, prefix) in enumerate(PROMPTS)
+        ]
+        until_ended(sends, receives, *(f"r{number}" for number in range(len(PROMPTS))))
         for number, (tokens, prefix) in enumerate(PROMPTS):
             assert receives.wrong(number, tokens, prefix, tables[number][1]) == [], PROMPTS[number]
         assert receives.stray([(tokens, tables[n][1]) for n, (tokens, _) in enumerate(PROMPTS)]) == []
@@ -265,37 +221,19 @@ def test_each_token_lands_at_the_ranks_that_have_it(prefill: Shape, decode: Shap
 
 def test_an_engine_without_it_has_the_stripes_of_the_largest_as_well() -> None:
     with engines(Shape(1, 1), Shape(1, 1), 1, stripes=4) as (sends, receives):
-        sent, landed = sends.table(30), receives.table(30)
-        hand_over(sends, receives, "r", 30, sent, landed)
+        _, landed = begin(sends, receives, 0, 30)
+        until_ended(sends, receives, "r0")
         assert receives.wrong(0, 30, 0, landed) == []
         assert receives.stray([(30, landed)]) == []
-
-
-def hand_over(sends: Engine, receives: Engine, name: str, tokens: int, sent: list[int], landed: list[int]) -> None:
-    """A whole prompt in one step."""
-    params = {"do_remote_prefill": True, "transfer_id": name, "remote_endpoints": [*sends.scheduler.endpoints]}
-    wanted = request(name, tokens, params)
-    receives.scheduler.on_new_request(wanted)
-    receives.scheduler.on_blocks(wanted, [landed], receives.scheduler.matched_tokens(wanted, 0) or 0)
-    receives.step(receives.scheduler.orders(step()))
-    sends.scheduler.on_new_request(request(name, tokens, {"do_remote_decode": True, "transfer_id": name}))
-    sends.compute(0, tokens, sent)
-    sends.step(sends.scheduler.orders(step(name, sent, 0, tokens)))
-
-    def ended() -> bool:
-        sends.poll((name,))
-        receives.poll()
-        return all(name in names for names in (*receives.ended, *sends.ended))
-
-    wait_for(ended)
 
 
 def test_what_landed_is_counted_once_however_many_ranks_have_it() -> None:
     """Two ranks with a half each, and two with all of it."""
     for shape, ranks in ((Shape(2, 2), 1), (Shape(2, 1), 2)):
         with engines(Shape(2, 2), shape, 1) as (sends, receives):
-            hand_over(sends, receives, "r", 22, sends.table(22), receives.table(22))
-            byte_counts = [(worker.take_figures() or {"bytes": {}})["bytes"] for worker in receives.workers]
+            begin(sends, receives, 0, 22)
+            until_ended(sends, receives, "r0")
+            byte_counts = [rank.figures["bytes"] for rank in receives.ranks]
             block = LAYERS * TOKENS * WIDTH * 4
             assert sum(counts.get("received", 0) for counts in byte_counts) == 6 * block * ranks
 
@@ -379,14 +317,11 @@ def test_caches_that_no_rank_can_have_in_turn_are_refused_by_name(blocks: int, k
     view = torch.zeros(blocks, 1, TOKENS, WIDTH)
     group = KVGroup(0, PAGED.of(TOKENS), dcp_size=2, stripes=2)
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.attn: not supported with decode context parallelism"):
-        pools(
-            {NAMES[0]: view}, [(group, NAMES)], blocks=BLOCKS, locate=lambda _: (0, "dram"),
-            heads=Heads(kv_heads, Ranks(0, 2)),
-        )  # fmt: skip
+        pools_of({NAMES[0]: view}, [(group, NAMES)], blocks=BLOCKS, heads=Heads(kv_heads, Ranks(0, 2)))
 
 
 def test_more_stripes_than_a_peer_may_have_components_are_refused() -> None:
     view = torch.zeros(BLOCKS, 1, TOKENS, WIDTH)
     group = KVGroup(0, PAGED.of(TOKENS), stripes=17)
     with pytest.raises(ConfigError, match="KV cache groups: 17, must be 1 to 16"):
-        pools({NAMES[0]: view}, [(group, NAMES)], blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=Heads(1, Ranks()))
+        pools_of({NAMES[0]: view}, [(group, NAMES)], blocks=BLOCKS)

@@ -5,7 +5,6 @@ Tensors in place of vLLM's caches, and memory of this process in place of a GPU'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,18 +15,17 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 import torch
 
-from pdtransfer import DecodeClient, NodeSettings, PrefillClient, WriterOptions, room_id
 from pdtransfer.adapters.kit.cache_memory import CacheMemory, Extent
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm import worker
 from pdtransfer.adapters.vllm.kinds import PAGED, host_pool_of, sparse_indices, tables_of
-from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows, slots_of
+from pdtransfer.adapters.vllm.orders import KVGroup, slots_of
 from pdtransfer.adapters.vllm.pools import INDEX, Pools, pools, range_of
-from pdtransfer.adapters.vllm.worker import Results, WorkerSide
 from pdtransfer.errors import ConfigError
 from pdtransfer.layout import cell_sizes
 from pdtransfer.wire import Ranks
-from tests.support.client_pair import LIMITS, Late
+from tests.library.adapters.vllm.vllm_ranks import World, world
+from tests.support.client_pair import Late
 from tests.support.waiting import wait_for
 
 TOKENS, BLOCKS, HOST_BLOCKS = 16, 12, 40
@@ -49,42 +47,19 @@ def described(views: dict[str, torch.Tensor], groups: Any, locate: Any) -> Pools
     )
 
 
-@dataclass
-class Site:
-    """Prefill's worker and decode's, and their caches: latents and index."""
+def landed(site: World, part: int, layer: int, blocks: list[int]) -> bool:
+    """Of latents, part 0, or of the index."""
+    return torch.equal(site.decode[0].cache[part][blocks, layer], site.prefill[0].cache[part][SENT, layer])
 
-    prefill: WorkerSide
-    decode: WorkerSide
-    source: tuple[torch.Tensor, torch.Tensor]
-    target: tuple[torch.Tensor, torch.Tensor]
-    endpoint: str
-    received: Results = field(default_factory=Results)
 
-    def landed(self, part: int, layer: int, blocks: list[int]) -> bool:
-        return torch.equal(self.target[part][blocks, layer], self.source[part][SENT, layer])
-
-    def hand_over(self, event: Callable[[], Any], latents_at: Sequence[int] = LATENTS_AT) -> None:
-        """A step of prefill, which reports attention layers alone, as vLLM does."""
-        slots = tuple(latents_at), tuple(INDEX_AT)
-        self.decode.begin(
-            Orders(receives=[Receive("d", room_id("room"), (self.endpoint,), PROMPT, prefix=0, slots=slots)])
-        )
-        rows = Rows(0, 0, len(SENT), tuple(SENT))
-        self.prefill.begin(Orders(opens=[Open("p", "room", PROMPT)], chunks=[Chunk("p", (rows,), last=True)]))
-        for name in LATENTS:
-            self.prefill.save(name, event)
-        self.prefill.end(event)
-
-    def poll(self) -> Results:
-        self.prefill.results(())
-        results = self.decode.results(())
-        self.received.received |= results.received
-        self.received.failed |= results.failed
-        return self.received
+def hand_over(site: World, event: Callable[[], Any], latents_at: Sequence[int] = LATENTS_AT) -> None:
+    """A step of prefill, which reports attention layers alone, as vLLM does."""
+    site.receive("d", "room", PROMPT, latents_at, INDEX_AT)
+    site.send("p", "room", PROMPT, SENT, after=event, layers=LATENTS)
 
 
 @pytest.fixture
-def site() -> Iterator[Site]:
+def site() -> Iterator[World]:
     draw = np.random.default_rng(5)
     shapes = (len(LATENTS), 1, TOKENS, LATENT_WIDTH), (len(INDICES), 1, TOKENS, INDEX_WIDTH)
     source = tuple(torch.from_numpy(draw.random((BLOCKS, *shape), np.float32)) for shape in shapes)
@@ -99,34 +74,23 @@ def site() -> Iterator[Site]:
         views_of(LATENTS, latents) | views_of(INDICES, index),
         [(KVGroup(0, PAGED.of(TOKENS), host=True), LATENTS), (KVGroup(1, PAGED.of(TOKENS)), INDICES)], target.locate,
     )  # fmt: skip
-    options: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
-    prefill = PrefillClient(
-        NodeSettings(node="p", **options), of_prefill.components, writer=WriterOptions(pool_address=0)
-    )
-    decode = DecodeClient(
-        NodeSettings(node="d", **options), of_decode.components, target.arena, engine_slots=True, prefix_cache=False,
-        verify=True,
-    )  # fmt: skip
-    with prefill, decode:
-        sides = [
-            WorkerSide(**{"pools": of_side, "time_left_s": 20.0, "prefill": None, "decode": None} | clients)
-            for of_side, clients in ((of_prefill, {"prefill": prefill}), (of_decode, {"decode": decode}))
-        ]
-        yield Site(*sides, (source[0], source[1]), (latents, index), prefill.endpoint)
+    with world() as made:
+        made.add_prefill(source, of_prefill, 0)
+        made.add_decode((latents, index), of_decode, target.arena)
+        yield made
     del latents, target
 
 
-def test_each_part_lands_where_decode_has_it(site: Site) -> None:
-    site.hand_over(lambda: None)
-    wait_for(lambda: site.poll().received)
-    assert (site.received.received, site.received.failed) == ({"d"}, set())
-    assert all(site.landed(0, layer, LATENTS_AT) for layer in range(len(LATENTS)))
-    assert all(site.landed(1, layer, INDEX_AT) for layer in range(len(INDICES)))
-    for part, blocks in zip(site.target, (LATENTS_AT, INDEX_AT), strict=True):
+def test_each_part_lands_where_decode_has_it(site: World) -> None:
+    hand_over(site, lambda: None)
+    site.until_received("d")
+    assert all(landed(site, 0, layer, LATENTS_AT) for layer in range(len(LATENTS)))
+    assert all(landed(site, 1, layer, INDEX_AT) for layer in range(len(INDICES)))
+    for part, blocks in zip(site.decode[0].cache, (LATENTS_AT, INDEX_AT), strict=True):
         assert not part[[block for block in range(len(part)) if block not in blocks]].any()
 
 
-def test_the_index_of_a_layer_leaves_with_its_latents(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_of_a_layer_leaves_with_its_latents(site: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cell_sizes, "WHOLE_BYTES_MAX", 0)
     monkeypatch.setattr(worker, "CELL_BYTES_MIN", 1)
     events: list[Late] = []
@@ -135,13 +99,13 @@ def test_the_index_of_a_layer_leaves_with_its_latents(site: Site, monkeypatch: p
         events.append(Late())
         return events[-1]
 
-    site.hand_over(event)
+    hand_over(site, event)
     assert len(events) == len(LATENTS), "one a layer, for both parts of it"
     for layer, late in enumerate(events):
         late.fired = True
-        wait_for(lambda layer=layer: site.landed(0, layer, LATENTS_AT))
-    wait_for(lambda: site.poll().received)
-    assert all(site.landed(1, layer, INDEX_AT) for layer in range(len(INDICES)))
+        wait_for(lambda layer=layer: landed(site, 0, layer, LATENTS_AT))
+    site.until_received("d")
+    assert all(landed(site, 1, layer, INDEX_AT) for layer in range(len(INDICES)))
 
 
 def test_components_have_the_same_names_whatever_the_groups() -> None:
@@ -185,20 +149,19 @@ def test_nothing_lands_in_host_blocks_that_vllm_has_of_the_prompt() -> None:
     assert slots_of(index, found_tables[1], tokens, TOKENS) == (-1, 11, 4, 6)
 
 
-def test_rows_that_vllm_has_in_the_host_pool_alone_are_not_sent(site: Site) -> None:
+def test_rows_that_vllm_has_in_the_host_pool_alone_are_not_sent(site: World) -> None:
     """The first block of the latents is there, and of the index none."""
-    before = site.target[0].clone()
-    site.hand_over(lambda: None, latents_at=(-1, *LATENTS_AT[1:]))
-    wait_for(lambda: site.poll().received)
-    assert site.received.failed == set()
-    assert all(site.landed(1, layer, INDEX_AT) for layer in range(len(INDICES)))
-    assert torch.equal(site.target[0][LATENTS_AT[1:]], site.source[0][SENT[1:]])
-    assert torch.equal(site.target[0][LATENTS_AT[0]], before[LATENTS_AT[0]])
+    before = site.decode[0].cache[0].clone()
+    hand_over(site, lambda: None, latents_at=(-1, *LATENTS_AT[1:]))
+    site.until_received("d")
+    assert all(landed(site, 1, layer, INDEX_AT) for layer in range(len(INDICES)))
+    assert torch.equal(site.decode[0].cache[0][LATENTS_AT[1:]], site.prefill[0].cache[0][SENT[1:]])
+    assert torch.equal(site.decode[0].cache[0][LATENTS_AT[0]], before[LATENTS_AT[0]])
 
 
-def test_a_block_that_is_missing_behind_others_fails_the_load(site: Site) -> None:
-    site.hand_over(lambda: None, latents_at=(*LATENTS_AT[:2], -1))
-    wait_for(lambda: site.poll().failed)
+def test_a_block_that_is_missing_behind_others_fails_the_load(site: World) -> None:
+    hand_over(site, lambda: None, latents_at=(*LATENTS_AT[:2], -1))
+    site.until_received("d", failed={"d"})
 
 
 def config(*groups: SimpleNamespace, shared: bool = False, count: int = 2) -> SimpleNamespace:

@@ -15,10 +15,11 @@ import torch
 from pdtransfer.adapters.kit.kinds import Heads, StatePart, described, state_planes
 from pdtransfer.adapters.vllm.kinds import PAGED, STATE, parts_of
 from pdtransfer.adapters.vllm.orders import KVGroup
-from pdtransfer.adapters.vllm.pools import Pools, layer_number, pools, range_of, with_heads
+from pdtransfer.adapters.vllm.pools import Pools, layer_number, range_of, with_heads
 from pdtransfer.errors import ConfigError, LayoutMismatchError
 from pdtransfer.layout.pairing import pair
 from pdtransfer.wire import Ranks
+from tests.library.adapters.vllm.vllm_ranks import pools_of
 from tests.support.covered import check_covered
 
 BLOCKS, TOKENS, WIDTH = 8, 16, 32
@@ -36,8 +37,7 @@ def made_of(
     tensors: dict[str, torch.Tensor], heads: Heads = ONE, groups: list[tuple[KVGroup, list[str]]] | None = None
 ) -> Pools:
     base, _ = range_of(tensors.values())
-    groups = groups or [(KVGroup(0, PAGED.of(TOKENS)), list(tensors))]
-    return pools(tensors, groups, blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=heads)
+    return pools_of(tensors, groups, blocks=BLOCKS, heads=heads, base=base)
 
 
 def row(tensors: dict[str, torch.Tensor], made: Pools, plane: int, slot: int) -> np.ndarray:
@@ -71,8 +71,7 @@ def test_a_table_that_lacks_blocks_has_too_few_slots_which_the_client_refuses() 
 def test_layers_of_a_drafter_are_complete_with_their_step_alone() -> None:
     """Else rows behind the prompt, which its last block has, would change while they are read, and no checksum fits."""
     tensors = cache(3, 4)
-    groups = [(KVGroup(0, PAGED.of(TOKENS)), list(tensors))]
-    described = pools(tensors, groups, blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=ONE, late=list(tensors)[2:])
+    described = pools_of(tensors, blocks=BLOCKS, heads=ONE, late=list(tensors)[2:])
     assert described.complete_after == dict(zip(list(tensors)[:2], [(0, 0), (0, 1)], strict=True))
     assert described.layers == ((0, 1, 2),)
 
@@ -198,11 +197,9 @@ def test_ranks_of_unequal_groups_share_the_heads_and_channels_of_a_state(
         assert count == 4 * sum(prod(shape) for shape in shapes)
         pages = torch.zeros(BLOCKS, count + 24, dtype=torch.int8)
         view = pages[:, :count].view(BLOCKS, 1, 1, count)
-        groups = [(KVGroup(0, STATE.of(1024)), ["model.layers.1.mixer"])]
-        return pools(
-            {"model.layers.1.mixer": view}, groups, blocks=BLOCKS, locate=lambda _: (pages.data_ptr(), "dram"),
-            heads=Heads(4, Ranks(at, size)), states={"model.layers.1.mixer": parts},
-        )  # fmt: skip
+        name, heads = "model.layers.1.mixer", Heads(4, Ranks(at, size))
+        groups, given = [(KVGroup(0, STATE.of(1024)), [name])], {"states": {name: parts}, "base": pages.data_ptr()}
+        return pools_of({name: view}, groups, blocks=BLOCKS, heads=heads, **given)
 
     def numbers(made: Pools) -> dict[tuple[str, int], int]:
         """Where each head's bytes begin in page 3, by plane and head of the model."""
@@ -256,9 +253,8 @@ def test_a_state_is_one_row_a_request_in_memory_that_it_shares_with_kv() -> None
     name = "model.layers.1.mixer"
     views = kv | {name: page.view(BLOCKS, 1, 1, -1).view(torch.int8)[..., :100]}
     groups = [(KVGroup(0, STATE.of(1024)), [name]), (KVGroup(1, PAGED.of(TOKENS)), list(kv))]
-    options: dict[str, Any] = {"blocks": BLOCKS, "locate": lambda _: (page.data_ptr(), "dram")}
-    options["heads"] = Heads(8, Ranks(1, 2))
-    made = pools(views, groups, states={name: [StatePart("x", 5, 20)]}, **options)
+    options: dict[str, Any] = {"blocks": BLOCKS, "base": page.data_ptr(), "heads": Heads(8, Ranks(1, 2))}
+    made = pools_of(views, groups, states={name: [StatePart("x", 5, 20)]}, **options)
     states, rows = made.components
     assert (states.span.kind, states.tokens_per_row, states.rows(700), rows.rows(700)) == ("once", 1, 1, 44)
     [plane] = states.layout.planes
@@ -267,11 +263,11 @@ def test_a_state_is_one_row_a_request_in_memory_that_it_shares_with_kv() -> None
     assert made.rows[0].slots((5,), 700).tolist() == made.rows[0].pages((5,)).tolist() == [5]
     assert made.replicas == {"group0": (0, 1), "group1": (0, 1)}
     groups[0] = KVGroup(0, STATE.of(1024, holder="every")), [name]
-    replicated = pools(views, groups, states={name: [StatePart("x", 5, 20)]}, **options)
+    replicated = pools_of(views, groups, states={name: [StatePart("x", 5, 20)]}, **options)
     assert replicated.components[0].layout.planes[0].head_start == 0
     assert replicated.replicas["group0"] == (1, 2)
     with pytest.raises(ConfigError, match=r"mixer: states of shape .*, not 8 pages of 96 bytes"):
-        pools(views, groups, states={name: [StatePart("x", 4, 24)]}, **options)
+        pools_of(views, groups, states={name: [StatePart("x", 4, 24)]}, **options)
 
 
 def test_bytes_of_a_block_are_those_of_its_layers() -> None:
@@ -287,9 +283,7 @@ def test_bytes_of_a_block_are_those_of_its_layers() -> None:
     states = {"model.layers.3.mixer": [StatePart("x", 5, 20)]}
     kinds = {name: {"latent": view.transpose(1, 2)} for name, view in views.items()}
     for more in ({}, {"indices": ["model.layers.0.indexer"]}, {"kinds": kinds}):
-        of_rank = pools(
-            views, groups, blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=Heads(1, Ranks()), states=states, **more
-        )
+        of_rank = pools_of(views, groups, blocks=BLOCKS, states=states, **more)
         assert of_rank.block_bytes == (TOKENS * (3 * WIDTH + 6) * 4, 100), more
 
 

@@ -15,7 +15,7 @@ import torch
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm.kinds import PAGED
 from pdtransfer.adapters.vllm.orders import KVGroup
-from pdtransfer.adapters.vllm.pools import Pools, pools, range_of
+from pdtransfer.adapters.vllm.pools import Pools
 from pdtransfer.adapters.vllm.token_rows import kinds_of
 from pdtransfer.errors import ConfigError, LayoutMismatchError
 from pdtransfer.kernels import CancelWord, numpy_copy
@@ -24,6 +24,7 @@ from pdtransfer.layout.layout_builders import strided_layout
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import plan
 from pdtransfer.wire import Ranks
+from tests.library.adapters.vllm.vllm_ranks import pools_of
 
 BLOCKS, HEADS, TOKENS, SIZE = 6, 2, 8, 4
 NAME = "model.layers.0.self_attn.attn"
@@ -69,13 +70,12 @@ class LatentBackend:
 def made(way: str, tokens: int = TOKENS) -> tuple[Any, torch.Tensor, Pools]:
     """A layer, its cache and the component of it, whose bases are offsets from the cache."""
     layer, cache = SimpleNamespace(impl=Backend(way)), torch.zeros(BLOCKS, HEADS, tokens, 2 * SIZE)
-    groups = [(KVGroup(0, PAGED.of(tokens)), [NAME])]
-    base, _ = range_of([cache])
-    kinds = {NAME: kinds_of(NAME, layer, cache)}
-    found = pools(
-        {NAME: cache}, groups, blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=Heads(HEADS, Ranks()), kinds=kinds
-    )
-    return layer, cache, found
+    return layer, cache, described(layer, cache, tokens=tokens)
+
+
+def described(layer: Any, cache: torch.Tensor, heads: int = HEADS, **more: Any) -> Pools:
+    given = {"blocks": BLOCKS, "tokens": TOKENS, "base": cache.data_ptr(), "heads": Heads(heads, Ranks())} | more
+    return pools_of({NAME: cache}, **given, kinds={NAME: kinds_of(NAME, layer, cache)})
 
 
 def rows_of(count: int) -> tuple[torch.Tensor, Layout]:
@@ -123,12 +123,7 @@ def test_another_dtype_and_another_size_of_heads_are_named() -> None:
 
 def test_latents_are_rows() -> None:
     layer, cache = SimpleNamespace(impl=LatentBackend()), torch.zeros(BLOCKS, 1, TOKENS, 32)
-    kinds = {NAME: kinds_of(NAME, layer, cache)}
-    found = pools(
-        {NAME: cache}, [(KVGroup(0, PAGED.of(TOKENS)), [NAME])], blocks=BLOCKS,
-        locate=lambda _: (cache.data_ptr(), "dram"), heads=Heads(1, Ranks()), kinds=kinds,
-    )  # fmt: skip
-    [component] = found.components
+    [component] = described(layer, cache, heads=1).components
     other = strided_layout({(0, "latent"): torch.zeros(64, 32)}, axes=("row",))
     assert component == Component("kv", "dram", 1, Span(), component.layout)
     assert pair(other, component.layout).row_bytes == 32 * 4
@@ -136,11 +131,7 @@ def test_latents_are_rows() -> None:
 
 def test_smaller_pages_of_the_backend_are_parts_of_a_block() -> None:
     layer, cache = SimpleNamespace(impl=Backend("number by number")), torch.zeros(2 * BLOCKS, HEADS, TOKENS, 2 * SIZE)
-    kinds = {NAME: kinds_of(NAME, layer, cache)}
-    [held] = pools(
-        {NAME: cache}, [(KVGroup(0, PAGED.of(2 * TOKENS)), [NAME])], blocks=BLOCKS,
-        locate=lambda _: (cache.data_ptr(), "dram"), heads=Heads(HEADS, Ranks()), kinds=kinds,
-    ).rows  # fmt: skip
+    [held] = described(layer, cache, tokens=2 * TOKENS).rows
     assert held.component.layout.slots == 2 * BLOCKS * TOKENS
     assert held.pages([3, 1]).tolist() == [6, 7, 2, 3]
     assert held.slots([-1, 1], 20).tolist() == [-1] * 16 + [16, 17, 18, 19]
@@ -157,7 +148,4 @@ def test_a_backend_that_nobody_knows_is_refused(backend: Any) -> None:
 def test_windows_are_not_sent_by_tokens() -> None:
     layer, cache = SimpleNamespace(impl=Backend("side by side")), torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE)
     with pytest.raises(ConfigError, match=r"group0: attention windows cannot be transferred token by token"):
-        pools(
-            {NAME: cache}, [(KVGroup(0, PAGED.of(TOKENS, window=16)), [NAME])], blocks=BLOCKS,
-            locate=lambda _: (0, "dram"), heads=Heads(HEADS, Ranks()), kinds={NAME: kinds_of(NAME, layer, cache)},
-        )  # fmt: skip
+        described(layer, cache, groups=[(KVGroup(0, PAGED.of(TOKENS, window=16)), [NAME])])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,25 +16,13 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 import torch
 
-from pdtransfer import (
-    ArenaMemory,
-    Cause,
-    DecodeClient,
-    LocalProtocolError,
-    NodeSettings,
-    PrefillClient,
-    RoomDrained,
-    RoomFailed,
-    WriterOptions,
-    room_id,
-)
+from pdtransfer import Cause, LocalProtocolError, RoomDrained, RoomFailed, room_id
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm.drafter import KVLayers
 from pdtransfer.adapters.vllm.kinds import PAGED
-from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
+from pdtransfer.adapters.vllm.orders import KVGroup
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.token_rows import planes_of, too_many_planes
-from pdtransfer.adapters.vllm.worker import WorkerSide
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.component_variants import used_with
 from pdtransfer.handoff.decode.records import SessionRecord
@@ -43,7 +31,8 @@ from pdtransfer.handoff.slot_allocator import SlotAllocator, aliases
 from pdtransfer.layout.layout import Component
 from pdtransfer.limits import PLANES_MAX
 from pdtransfer.wire import Ranks
-from tests.support.client_pair import LIMITS, Late
+from tests.library.adapters.vllm.vllm_ranks import Rank, World, arena_cache, world
+from tests.support.client_pair import Late
 from tests.support.waiting import wait_for
 
 LAYERS, BLOCKS, HEADS, SIZE = 2, 16, 2, 4
@@ -74,46 +63,20 @@ def tokens_of(cache: np.ndarray, blocks: list[int], count: int = PROMPT) -> np.n
     return np.moveaxis(by_token.reshape(LAYERS, -1, HEADS, 2 * SIZE), 0, 1)[:count]
 
 
-def settings(node: str) -> NodeSettings:
-    return NodeSettings(node=node, model="m", weights=b"w", limits=LIMITS)
+def blocks_of(prefill: Rank, seed: int) -> list[int]:
+    """Blocks of prefill's for a prompt."""
+    return np.random.default_rng(seed).permutation(BLOCKS)[: -(-PROMPT // prefill.cache.shape[3])].tolist()
 
 
-@dataclass
-class Prefill:
-    """One prefill engine with blocks of this many tokens."""
-
-    cache: np.ndarray
-    client: PrefillClient
-    worker: WorkerSide
-
-    @property
-    def block_size(self) -> int:
-        return self.cache.shape[3]
-
-    def blocks(self, seed: int) -> list[int]:
-        """Blocks for a prompt."""
-        return np.random.default_rng(seed).permutation(BLOCKS)[: -(-PROMPT // self.block_size)].tolist()
-
-    def send(self, room: str, blocks: list[int], *, after: Late | None = None) -> None:
-        """Computes a prompt in two steps."""
-        middle = len(blocks) // 2
-        for first, end in ((0, middle), (middle, len(blocks))):
-            chunk = Chunk(room, (Rows(0, first, end, tuple(blocks[:end])),), last=end == len(blocks))
-            self.worker.begin(Orders(opens=[Open(room, room, PROMPT)] if not first else [], chunks=[chunk]))
-            self.worker.end(lambda: after)
+def send(made: World, room: str, prefill: Rank, blocks: list[int], **more: Any) -> None:
+    """Computes a prompt in two steps."""
+    made.send(room, room, PROMPT, blocks, len(blocks) // 2, ranks=[prefill], **more)
 
 
-@dataclass
-class Decode:
-    """A decode engine."""
-
-    cache: np.ndarray
-    client: DecodeClient
-    worker: WorkerSide
-
-    def receive(self, room: str, source: Prefill, blocks: list[int], *, prefix: int = 0) -> None:
-        order = Receive(room, room_id(room), (source.client.endpoint,), PROMPT, prefix, (tuple(blocks),))
-        self.worker.begin(Orders(receives=[order]))
+def hand_over(made: World, room: str, prefill: Rank, source: list[int], target: list[int], **more: Any) -> None:
+    made.receive(room, room, PROMPT, target, sources=(prefill.client.endpoint,), **more)
+    send(made, room, prefill, source)
+    made.until_received(room)
 
 
 def by_layer(memory: np.ndarray, tokens: int, *, whole_blocks: bool) -> np.ndarray:
@@ -127,54 +90,23 @@ def by_layer(memory: np.ndarray, tokens: int, *, whole_blocks: bool) -> np.ndarr
 @contextmanager
 def engines(
     decode_size: int, *prefill_sizes: int, whole_blocks: tuple[bool, bool] = (False, False)
-) -> Iterator[tuple[Decode, list[Prefill]]]:
-    """`whole_blocks` are prefill's and decode's."""
-    with ExitStack() as stack:
-        prefills: list[Prefill] = []
+) -> Iterator[tuple[World, Rank, list[Rank]]]:
+    """One of decode and some of prefill. `whole_blocks` are prefill's and decode's."""
+    with world() as made:
         for index, size in enumerate(prefill_sizes):
             numbers = np.random.default_rng(index).random(LAYERS * BLOCKS * HEADS * size * 2 * SIZE, np.float32)
             cache = by_layer(numbers, size, whole_blocks=whole_blocks[0])
-            made = described(cache, cache.ctypes.data)
-            writer = WriterOptions(pool_address=cache.ctypes.data)
-            client = PrefillClient(settings(f"p{index}"), made.components, writer=writer, replicas=made.replicas)
-            stack.enter_context(client)
-            prefills.append(Prefill(cache, client, WorkerSide(pools=made, prefill=client, decode=None, time_left_s=60)))
-        count = LAYERS * BLOCKS * HEADS * decode_size * 2 * SIZE
-        arena = ArenaMemory.create(4 * count)
-        numbers = np.frombuffer(arena.mapping.view, np.float32, count)
+            made.add_prefill(cache, described(cache, cache.ctypes.data), cache.ctypes.data)
+        arena, numbers = arena_cache([LAYERS * BLOCKS * HEADS * decode_size * 2 * SIZE])
         target = by_layer(numbers, decode_size, whole_blocks=whole_blocks[1])
-        made = described(target, arena.mapping.address)
-        client = DecodeClient(
-            settings("d"), made.components, arena, engine_slots=True, stand_ins=made.stand_ins, prefix_cache=False,
-            verify=True,
-        )  # fmt: skip
-        stack.enter_context(client)
-        yield Decode(target, client, WorkerSide(pools=made, prefill=None, decode=client, time_left_s=60)), prefills
-
-
-def received(decode: Decode, prefills: list[Prefill], *names: str) -> None:
-    """Waits until these requests are received; none has failed."""
-    waited = set(names)
-
-    def polled() -> bool:
-        for prefill in prefills:
-            prefill.worker.results(())
-        results = decode.worker.results(())
-        assert not results.failed
-        waited.difference_update(results.received)
-        return not waited
-
-    wait_for(polled)
+        yield made, made.add_decode(target, described(target, arena.mapping.address), arena), made.prefill
 
 
 @pytest.mark.parametrize(("prefill_size", "decode_size"), [(8, 32), (32, 8), (16, 64), (64, 16)])
 def test_tokens_land_in_blocks_of_another_size(prefill_size: int, decode_size: int) -> None:
     blocks = [5, 3, 9, 1, 7, 2, 4, 6, 8, 10, 12, 11, 13][: -(-PROMPT // decode_size)]
-    with engines(decode_size, prefill_size) as (decode, [prefill]):
-        source = prefill.blocks(1)
-        decode.receive("room", prefill, blocks)
-        prefill.send("room", source)
-        received(decode, [prefill], "room")
+    with engines(decode_size, prefill_size) as (made, decode, [prefill]):
+        hand_over(made, "room", prefill, source := blocks_of(prefill, 1), blocks)
         assert np.array_equal(tokens_of(decode.cache, blocks), tokens_of(prefill.cache, source))
         assert np.count_nonzero(decode.cache) == PROMPT * LAYERS * HEADS * 2 * SIZE, "nothing behind the prompt"
 
@@ -185,36 +117,31 @@ def test_blocks_of_all_layers_pair_with_layers_that_lie_apart(
     prefill_size: int, decode_size: int, whole_blocks: tuple[bool, bool]
 ) -> None:
     """vLLM's layout BLHNC, on either side: blocks of equal sizes are sent as they are, others by tokens."""
-    with engines(decode_size, prefill_size, whole_blocks=whole_blocks) as (decode, [prefill]):
-        source, blocks = prefill.blocks(5), list(range(1, 1 + -(-PROMPT // decode_size)))
-        decode.receive("room", prefill, blocks)
-        prefill.send("room", source)
-        received(decode, [prefill], "room")
+    with engines(decode_size, prefill_size, whole_blocks=whole_blocks) as (made, decode, [prefill]):
+        source, blocks = blocks_of(prefill, 5), list(range(1, 1 + -(-PROMPT // decode_size)))
+        hand_over(made, "room", prefill, source, blocks)
         assert np.array_equal(tokens_of(decode.cache, blocks), tokens_of(prefill.cache, source))
         behind = len(blocks) * decode_size - PROMPT if decode_size == prefill_size else 0
         assert np.count_nonzero(decode.cache) == (PROMPT + behind) * LAYERS * HEADS * 2 * SIZE
 
 
 def test_tokens_that_decode_has_are_not_sent() -> None:
-    with engines(32, 8) as (decode, [prefill]):
-        source, blocks = prefill.blocks(2), [5, 3, 9, 1]
-        decode.receive("room", prefill, blocks, prefix=64)
-        prefill.send("room", source)
-        received(decode, [prefill], "room")
+    with engines(32, 8) as (made, decode, [prefill]):
+        source, blocks = blocks_of(prefill, 2), [5, 3, 9, 1]
+        hand_over(made, "room", prefill, source, blocks, prefix=64)
         assert not decode.cache[:, [5, 3]].any()
         assert np.array_equal(tokens_of(decode.cache, blocks)[64:], tokens_of(prefill.cache, source)[64:])
 
 
 def test_engines_with_equal_blocks_and_with_others_hand_over_to_one() -> None:
     """Between the former blocks are sent as they are: with what stands in the last one behind the prompt."""
-    with engines(32, 32, 8) as (decode, prefills):
-        alike, other = prefills
-        sources = [prefill.blocks(3) for prefill in prefills]
+    with engines(32, 32, 8) as (made, decode, [alike, other]):
+        sources = [blocks_of(prefill, 3) for prefill in made.prefill]
         targets = [[5, 3, 9, 1], [2, 8, 7, 6]]
-        for name, prefill, source, target in zip("ab", prefills, sources, targets, strict=True):
-            decode.receive(name, prefill, target)
-            prefill.send(name, source)
-        received(decode, prefills, "a", "b")
+        for name, prefill, source, target in zip("ab", made.prefill, sources, targets, strict=True):
+            made.receive(name, name, PROMPT, target, sources=(prefill.client.endpoint,))
+            send(made, name, prefill, source)
+        made.until_received("a", "b")
         assert np.array_equal(decode.cache[:, targets[0]], alike.cache[:, sources[0]])
         assert np.array_equal(tokens_of(decode.cache, targets[1]), tokens_of(other.cache, sources[1]))
         assert not decode.cache[:, 6, :, PROMPT % 32 :].any()
@@ -222,18 +149,16 @@ def test_engines_with_equal_blocks_and_with_others_hand_over_to_one() -> None:
 
 def test_a_room_has_no_sources_of_blocks_and_of_tokens() -> None:
     """Each of them covers it, so its rows would be sent twice."""
-    with engines(32, 32, 8) as (decode, prefills):
+    with engines(32, 32, 8) as (made, decode, prefills):
         for prefill in prefills:
-            prefill.send("both", prefill.blocks(5))
-        endpoints = tuple(prefill.client.endpoint for prefill in prefills)
-        receive = Receive("both", room_id("both"), endpoints, PROMPT, 0, ((5, 3, 9, 1),))
-        decode.worker.begin(Orders(receives=[receive]))
+            send(made, "both", prefill, blocks_of(prefill, 5))
+        made.receive("both", "both", PROMPT, [5, 3, 9, 1])
         events = list[object]()
         wait_for(lambda: events.extend(decode.client.poll()) or len(events) == 2)
         failed, drained = events
         assert isinstance(failed, RoomFailed)
         assert failed.cause is Cause.PEER_LOST
-        alike, other = map(re.escape, endpoints)
+        alike, other = map(re.escape, made.sources)
         text = rf"components 'group0-32 tokens' from \S*{alike} and 'kv' from \S*{other} are the same KV"
         assert re.fullmatch(text, failed.detail)
         assert drained == RoomDrained(room_id("both"))
@@ -263,15 +188,13 @@ def test_layers_that_one_source_sends_by_blocks_do_not_complete_those_of_another
 
 def test_blocks_whose_size_is_no_power_of_two_are_sent_as_they_are_between_equals() -> None:
     """A page of tokens has a power of two of them, so that these blocks have no tokens that other sizes could take."""
-    with engines(96, 96, 32) as (decode, [alike, other]):
+    with engines(96, 96, 32) as (made, decode, [alike, other]):
         assert [component.tokens_per_row for component in described(alike.cache, 0).components] == [96]
-        source, target = alike.blocks(6), [5, 3]
-        decode.receive("a", alike, target)
-        alike.send("a", source)
-        received(decode, [alike], "a")
+        source, target = blocks_of(alike, 6), [5, 3]
+        hand_over(made, "a", alike, source, target)
         assert np.array_equal(decode.cache[:, target], alike.cache[:, source])
-        decode.receive("b", other, [2, 8])
-        other.send("b", other.blocks(6))
+        made.receive("b", "b", PROMPT, [2, 8], sources=(other.client.endpoint,))
+        send(made, "b", other, blocks_of(other, 6))
         events = list[object]()
         wait_for(lambda: events.extend(decode.client.poll()) or events)
         assert isinstance(events[0], RoomFailed)
@@ -280,11 +203,11 @@ def test_blocks_whose_size_is_no_power_of_two_are_sent_as_they_are_between_equal
 
 
 def test_a_block_belongs_to_one_room_whatever_its_rows() -> None:
-    with engines(32, 32, 8) as (decode, [alike, other]):
+    with engines(32, 32, 8) as (made, decode, [alike, other]):
         held = Late()
-        decode.receive("a", other, [5, 3, 9, 1])
-        other.send("a", other.blocks(4), after=held)
-        decode.receive("b", alike, [2, 8, 7, 1])
+        made.receive("a", "a", PROMPT, [5, 3, 9, 1], sources=(other.client.endpoint,))
+        send(made, "a", other, blocks_of(other, 4), after=lambda: held)
+        made.receive("b", "b", PROMPT, [2, 8, 7, 1], sources=(alike.client.endpoint,))
         events = list[object]()
         wait_for(lambda: events.extend(decode.client.poll()) or len(events) == 2)
         failed, drained = events
@@ -293,7 +216,7 @@ def test_a_block_belongs_to_one_room_whatever_its_rows() -> None:
         assert re.search(r"'group0-32 tokens' belong to a room that has not drained", failed.detail)
         assert drained == RoomDrained(room_id("b"))
         held.fired = True
-        received(decode, [alike, other], "a")
+        made.until_received("a")
 
 
 def test_of_each_pair_a_writer_uses_what_it_has() -> None:

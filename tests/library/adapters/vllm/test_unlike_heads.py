@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -12,19 +11,14 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 import torch
 
-from pdtransfer import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions, room_id
+from pdtransfer import ArenaMemory
 from pdtransfer.adapters.kit.kinds import Heads
-from pdtransfer.adapters.vllm.kinds import PAGED
-from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
-from pdtransfer.adapters.vllm.pools import Pools, pools
-from pdtransfer.adapters.vllm.worker import WorkerSide
+from pdtransfer.adapters.vllm.pools import Pools
 from pdtransfer.wire import Ranks
-from tests.support.client_pair import LIMITS
+from tests.library.adapters.vllm.vllm_ranks import pools_of, world
 from tests.support.covered import check_covered
-from tests.support.waiting import wait_for
 
 BLOCKS, TOKENS, MODEL, PROMPT = 8, 4, 8, 12
-OPTIONS: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
 SOURCE, TARGET = [5, 1, 3], [2, 7, 4]
 TP_SIZES = [(8, 4), (4, 8), (8, 2), (4, 2), (2, 4), (1, 8), (2, 1), (8, 8)]
 
@@ -57,10 +51,8 @@ class Rank:
         model = Heads(1 if latent else MODEL, ranks, 4)
 
         def described(**more: Any) -> Pools:
-            return pools(
-                views, [(KVGroup(0, PAGED.of(TOKENS)), list(views))], blocks=BLOCKS, locate=lambda _: (base, "dram"),
-                heads=model, totals=dict.fromkeys(list(views)[1:], drafter), **more,
-            )  # fmt: skip
+            totals = dict.fromkeys(list(views)[1:], drafter)
+            return pools_of(views, blocks=BLOCKS, tokens=TOKENS, heads=model, base=base, totals=totals, **more)
 
         match rows:
             case "blocks":
@@ -122,51 +114,20 @@ def test_the_heads_of_a_drafter_land_at_the_ranks_that_have_them(
 ) -> None:
     model: dict[str, Any] = {"latent": latent, "drafter": drafter, "size": 4, "rows": rows}
 
-    with ExitStack() as stack:
-        endpoints: list[str] = []
-        sources: list[tuple[WorkerSide, Rank]] = []
+    with world() as made:
         for tp_rank in range(prefill):
             rank = rank_of(tp_rank, prefill, **model)
             rank.fill()
             base = next(iter(rank.views.values())).ctypes.data
-            client = stack.enter_context(PrefillClient(
-                NodeSettings(node=f"p{tp_rank}", ranks=Ranks(tp_rank, prefill), **OPTIONS),
-                rank.pools.components, writer=WriterOptions(pool_address=base),
-                replicas=rank.pools.replicas,
-            ))  # fmt: skip
-            sources.append((WorkerSide(pools=rank.pools, prefill=client, decode=None, time_left_s=60), rank))
-            endpoints.append(client.endpoint)
-        targets: list[tuple[WorkerSide, Rank]] = []
+            made.add_prefill(rank, rank.pools, base, Ranks(tp_rank, prefill))
         for tp_rank in range(decode):
             arena = ArenaMemory.create(1 << 16)
             rank = rank_of(tp_rank, decode, np.frombuffer(arena.mapping.view, np.uint8), **model | {"rows": rows[:6]})
-            client = stack.enter_context(DecodeClient(
-                NodeSettings(node=f"d{tp_rank}", ranks=Ranks(tp_rank, decode), **OPTIONS),
-                rank.pools.components, arena, engine_slots=True, prefix_cache=False,
-                stand_ins=rank.pools.stand_ins, verify=True,
-            ))  # fmt: skip
-            targets.append((WorkerSide(pools=rank.pools, prefill=None, decode=client, time_left_s=60), rank))
-        for side, _ in targets:
-            side.begin(Orders(receives=[Receive("r", room_id("r"), tuple(endpoints), PROMPT, 0, (tuple(TARGET),))]))
-        for side, _ in sources:
-            side.begin(Orders(
-                opens=[Open("r", "r", PROMPT)], chunks=[Chunk("r", (Rows(0, 0, 3, tuple(SOURCE)),), last=True)]
-            ))  # fmt: skip
-            side.end(lambda: None)
-        waiting = dict(enumerate(targets))
-
-        def have_landed() -> bool:
-            for side, _ in sources:
-                side.results(())
-            for index, (side, _) in list(waiting.items()):
-                results = side.results(())
-                assert not results.failed
-                if results.received:
-                    del waiting[index]
-            return not waiting
-
-        wait_for(have_landed)
-        assert all(rank.has_landed() for _, rank in targets)
+            made.add_decode(rank, rank.pools, arena, Ranks(tp_rank, decode))
+        made.receive("r", "r", PROMPT, TARGET)
+        made.send("r", "r", PROMPT, SOURCE)
+        made.until_received("r")
+        assert all(rank.cache.has_landed() for rank in made.decode)
 
 
 def test_layers_of_which_a_rank_cannot_know_the_heads_are_other_components_at_other_sizes() -> None:
@@ -175,9 +136,7 @@ def test_layers_of_which_a_rank_cannot_know_the_heads_are_other_components_at_ot
     def name(tp_size: int) -> str:
         views = {"model.layers.0.attn": torch.zeros(BLOCKS, 1, TOKENS, 8)}
         heads = Heads(MODEL, Ranks(1, tp_size))
-        [component] = pools(
-            views, [(KVGroup(0, PAGED.of(TOKENS)), [*views])], blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=heads
-        ).components
+        [component] = pools_of(views, blocks=BLOCKS, tokens=TOKENS, heads=heads).components
         return component.name
 
     assert [name(size) for size in (2, 4, 8)] == ["group0-2", "group0-4", "group0"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import permutations
 from typing import Any, cast
 
@@ -16,35 +16,26 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 import torch
 
-from pdtransfer import (
-    ArenaMemory,
-    Cause,
-    DecodeClient,
-    NodeSettings,
-    PrefillClient,
-    RoomDrained,
-    RoomFailed,
-    RoomReady,
-    WriterOptions,
-    room_id,
-)
+from pdtransfer import ArenaMemory, Cause, RoomDrained, RoomFailed, RoomReady, room_id
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm import figures, worker
 from pdtransfer.adapters.vllm.kinds import PAGED, STATE, StatePart
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
-from pdtransfer.adapters.vllm.pools import Pools, pools
+from pdtransfer.adapters.vllm.pools import Pools
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
 from pdtransfer.layout import cell_sizes
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.wire import Ranks
+from tests.library.adapters.vllm.vllm_ranks import World, chunk, pools_of
 from tests.library.adapters.warnings_in_a_row import in_a_row
-from tests.support.client_pair import LIMITS, Late
+from tests.support.client_pair import Late
 from tests.support.polled_client import PolledClient
 from tests.support.waiting import wait_for
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 16, 2, 16, 8
 SHAPE = LAYERS, BLOCKS, HEADS, TOKENS, WIDTH
 PAGE = [StatePart("x", HEADS, TOKENS * WIDTH * 4)]
+SOURCE, TARGET = [7, 3, 5], [4, 9, 2]  # blocks of a prompt
 NAMES = [f"model.layers.{at}.attn" for at in range(LAYERS)]
 
 
@@ -62,78 +53,39 @@ def described(cache: np.ndarray, base: int, groups: Groups, rows: str, memory: A
     }
     by_token = {name: view.transpose(1, 2) for name, view in views.items() if name not in states}
     kinds = {name: {"k": view[..., : WIDTH // 2], "v": view[..., WIDTH // 2 :]} for name, view in by_token.items()}
-    return pools(
-        views, groups, blocks=BLOCKS, locate=lambda _: (base, memory), heads=Heads(HEADS, Ranks()),
-        kinds=kinds if rows == "tokens" else None, states=dict.fromkeys(NAMES, PAGE),
-    )  # fmt: skip
+    given = {"kinds": kinds if rows == "tokens" else None, "states": dict.fromkeys(NAMES, PAGE)}
+    return pools_of(views, groups, blocks=BLOCKS, heads=Heads(HEADS, Ranks()), base=base, memory=memory, **given)
 
 
-class Site:
-    """Prefill's and decode's worker, and both KV caches."""
+class Site(World):
+    """One rank of each engine."""
 
-    def __init__(
-        self, source: np.ndarray, target: np.ndarray, made: Pools, prefill: PrefillClient, decode: DecodeClient,
-        **options: Any,
-    ) -> None:  # fmt: skip
-        self.source, self.target = source, target
+    @property
+    def source(self) -> np.ndarray:
+        return self.prefill[0].cache
 
-        def side(**clients: Any) -> WorkerSide:
-            both = {"prefill": None, "decode": None} | clients
-            return WorkerSide(**{"pools": made, "time_left_s": 20.0} | both | options)
+    @property
+    def target(self) -> np.ndarray:
+        return self.decode[0].cache
 
-        self.prefill, self.decode = side(prefill=prefill), side(decode=decode)
-        self.both = side(prefill=prefill, decode=decode)
-        self.endpoint, self.clients = prefill.endpoint, (prefill, decode)
-        self.sent, self.received = Results(), Results()
-        self.figures = figures.empty()
+    @property
+    def sent(self) -> set[str]:
+        return self.prefill[0].seen.sent
 
-    def receive(self, name: str, label: str, tokens: int, blocks: list[int], **more: Any) -> Receive:
-        return Receive(
-            name, room_id(label), (self.endpoint,), tokens, **{"prefix": 0, "slots": (tuple(blocks),)} | more
-        )
+    @property
+    def received(self) -> Results:
+        return self.decode[0].seen
 
-    def send(
-        self, name: str, label: str, tokens: int, blocks: list[int], after: Callable[[], Any] = lambda: None
-    ) -> None:
+    def step(self, orders: Orders, after: Any = lambda: None, layers: Sequence[str] = NAMES, **more: Any) -> None:
+        super().step(orders, after, layers, **more)
+
+    def compute(self, name: str, label: str, after: Any = lambda: None) -> None:
         """One step that computes a whole prompt, and reports all layers but the last."""
-        self.step(Orders(opens=[Open(name, label, tokens)], chunks=[chunk(name, blocks)]), after, NAMES[:-1])
+        self.send(name, label, 40, SOURCE, after=after, layers=NAMES[:-1])
 
-    def step(self, orders: Orders, after: Callable[[], Any] = lambda: None, layers: Sequence[str] = NAMES) -> None:
-        """One step of prefill, which reports these layers."""
-        self.prefill.quiesce(orders)
-        self.prefill.begin(orders)
-        for layer in layers:
-            self.prefill.save(layer, after)
-        self.prefill.end(after)
-        assert not self.prefill.has_chunks
-
-    def poll(self, finished: tuple[str, ...] = ()) -> None:
-        for side, seen in ((self.prefill, self.sent), (self.decode, self.received)):
-            found = side.results(finished)
-            assert not seen.sent & found.sent
-            assert not seen.received & found.received
-            seen.sent |= found.sent
-            seen.received |= found.received
-            seen.failed |= found.failed
-            seen.failed_blocks |= found.failed_blocks
-            if (data := side.take_figures()) is not None:
-                figures.add(self.figures, data)
-
-    def until(self, condition: Callable[[], object]) -> None:
-        def polled() -> object:
-            self.poll()
-            return condition()
-
-        wait_for(polled)
-
-    def landed(self, source: list[int], target: list[int]) -> bool:
+    def landed(self, source: Sequence[int], target: Sequence[int]) -> bool:
         """Whether these blocks are the same on both sides."""
         return np.array_equal(self.target[:, target], self.source[:, source])
-
-
-def chunk(name: str, blocks: list[int], first: int = 0, last: bool = True) -> Chunk:
-    """A chunk that computes the rows from `first` on of a request's blocks."""
-    return Chunk(name, (Rows(0, first, len(blocks), tuple(blocks)),), last)
 
 
 class LateEvents:
@@ -153,8 +105,8 @@ def logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture
-def site() -> Iterator[Site]:
-    with made_site() as made:
+def site(marked: Callable[..., AbstractContextManager[Site]]) -> Iterator[Site]:
+    with marked(made_site) as made:
         yield made
 
 
@@ -169,48 +121,43 @@ def made_site(groups: Groups = ONE, rows: str = "blocks", *, copied_up: bool = F
         address, memory = arena.hbm.address, "hbm"
         view = memoryview((ctypes.c_uint8 * source.nbytes).from_address(address))
     target = np.frombuffer(view, np.float32, source.size).reshape(SHAPE)
-    options: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
-    made = described(source, source.ctypes.data, groups, rows)
-    prefill = PrefillClient(
-        NodeSettings(node="p", **options), made.components, writer=WriterOptions(pool_address=source.ctypes.data)
-    )
-    landing = described(target, address, groups, rows, memory)
-    decode = DecodeClient(
-        NodeSettings(node="d", **options), landing.components, arena, engine_slots=True, open_ended=landing.open_ended,
-        prefix_cache=False, verify=True,
-    )  # fmt: skip
-    with prefill, decode:
-        yield Site(source, target, made, prefill, decode, **side)
+    made = Site()
+    with made.clients:
+        base = source.ctypes.data
+        made.add_prefill(source, described(source, base, groups, rows), base, **{"time_left_s": 20.0} | side)
+        landing = described(target, address, groups, rows, memory)
+        made.add_decode(target, landing, arena, **{"time_left_s": 20.0} | side)
+        yield made
 
 
 def test_blocks_land_where_decode_wants_them(site: Site) -> None:
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    site.send("p", "room", 40, [7, 3, 5])
+    site.receive("d", "room", 40, TARGET)
+    site.compute("p", "room")
     site.until(lambda: site.received.received)
     assert (site.received.received, site.received.failed) == ({"d"}, set())
-    assert np.array_equal(site.target[:, [4, 9, 2]], site.source[:, [7, 3, 5]])
+    assert np.array_equal(site.target[:, TARGET], site.source[:, SOURCE])
     assert not site.target[:, [block for block in range(BLOCKS) if block not in (4, 9, 2)]].any()
     site.poll(("p", "another"))
-    site.until(lambda: site.sent.sent == {"p"})
+    site.until(lambda: site.sent == {"p"})
     byte_count = site.source[:, :3].nbytes
     assert site.figures["rooms"] == {"sent": 1, "received": 1}
     assert site.figures["bytes"] == {"sent": byte_count, "received": byte_count}
     assert len(site.figures["seconds"]) == 1
     assert figures.summary(site.figures)["rooms received"] == 1
-    assert not site.prefill._sent_rooms, "what has ended is forgotten"
-    assert not site.decode._received_rooms
+    assert not site.prefill[0].side._sent_rooms, "what has ended is forgotten"
+    assert not site.decode[0].side._received_rooms
 
 
 def test_a_request_is_not_reported_before_it_has_ended(site: Site) -> None:
     """vLLM asserts that a request whose sending is finished has finished itself."""
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    site.send("p", "room", 40, [7, 3, 5])
+    site.receive("d", "room", 40, TARGET)
+    site.compute("p", "room")
     site.until(lambda: site.received.received)
     time.sleep(0.1)
     site.poll()
-    assert site.sent.sent == set()
+    assert site.sent == set()
     site.poll(("p",))
-    assert site.sent.sent == {"p"}
+    assert site.sent == {"p"}
     site.poll(("p",))
 
 
@@ -218,44 +165,44 @@ def test_every_layer_of_a_large_chunk_waits_for_its_own_event(site: Site, monkey
     monkeypatch.setattr(cell_sizes, "WHOLE_BYTES_MAX", 0)
     monkeypatch.setattr(worker, "CELL_BYTES_MIN", 1)
     events = LateEvents()
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    site.send("p", "room", 40, [7, 3, 5], events.make)
+    site.receive("d", "room", 40, TARGET)
+    site.compute("p", "room", events.make)
     assert len(events.made) == LAYERS, "two by their names, and what was not reported with the end of the step"
     for event in events.made[:-1]:
         event.fired = True
-    wait_for(lambda: np.array_equal(site.target[:2, [4, 9, 2]], site.source[:2, [7, 3, 5]]))
+    wait_for(lambda: np.array_equal(site.target[:2, TARGET], site.source[:2, SOURCE]))
     site.poll()
     assert not site.received.received
     events.made[-1].fired = True
     site.until(lambda: site.received.received)
-    assert np.array_equal(site.target[:, [4, 9, 2]], site.source[:, [7, 3, 5]])
+    assert np.array_equal(site.target[:, TARGET], site.source[:, SOURCE])
 
 
 def test_layers_of_a_small_chunk_leave_together(site: Site) -> None:
     events = LateEvents()
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    site.send("p", "room", 40, [7, 3, 5], events.make)
+    site.receive("d", "room", 40, TARGET)
+    site.compute("p", "room", events.make)
     assert len(events.made) == 1, "an event of the last layer alone"
     time.sleep(0.05)
     assert not site.target.any()
     events.made[0].fired = True
     site.until(lambda: site.received.received)
-    assert np.array_equal(site.target[:, [4, 9, 2]], site.source[:, [7, 3, 5]])
+    assert np.array_equal(site.target[:, TARGET], site.source[:, SOURCE])
 
 
 def test_a_layer_that_was_left_out_leaves_by_itself(site: Site) -> None:
     """What is reported in another order, or late, is pushed once all the same."""
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    orders = Orders(opens=[Open("p", "room", 40)], chunks=[chunk("p", [7, 3, 5])])
+    site.receive("d", "room", 40, TARGET)
+    orders = Orders(opens=[Open("p", "room", 40)], chunks=[chunk("p", SOURCE)])
     site.step(orders, layers=[NAMES[at] for at in (2, 0, 2)])
     site.until(lambda: site.received.received)
-    assert site.landed([7, 3, 5], [4, 9, 2])
+    assert site.landed(SOURCE, TARGET)
 
 
 @pytest.mark.parametrize("order", list(permutations(range(LAYERS))))
 def test_no_layer_leaves_before_it_is_computed_and_each_leaves_once(site: Site, order: tuple[int, ...]) -> None:
     pushed: list[int] = []
-    push = site.clients[0].push
+    push = site.prefill[0].client.push
 
     def noted(*args: Any, layers: tuple[int, int], after: Late, **more: Any) -> None:
         assert set(range(*layers)) <= set(computed)
@@ -264,18 +211,18 @@ def test_no_layer_leaves_before_it_is_computed_and_each_leaves_once(site: Site, 
         pushed.extend(range(*layers))
         push(*args, layers=layers, after=after, **more)
 
-    site.clients[0].push = noted
+    site.prefill[0].client.push = noted
     computed: list[int] = []
     events = LateEvents()
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    site.prefill.begin(Orders(opens=[Open("p", "room", 40)], chunks=[chunk("p", [7, 3, 5])]))
+    site.receive("d", "room", 40, TARGET)
+    site.prefill[0].begin(opens=[Open("p", "room", 40)], chunks=[chunk("p", SOURCE)])
     for at in order:
         computed.append(at)
-        site.prefill.save(NAMES[at], events.make)
-    site.prefill.end(events.make)
+        site.prefill[0].side.save(NAMES[at], events.make)
+    site.prefill[0].side.end(events.make)
     assert sorted(pushed) == [0, 1, 2]
     site.until(lambda: site.received.received)
-    assert site.landed([7, 3, 5], [4, 9, 2])
+    assert site.landed(SOURCE, TARGET)
 
 
 def test_layers_of_a_large_chunk_leave_in_cells_that_are_large_enough(
@@ -285,7 +232,7 @@ def test_layers_of_a_large_chunk_leave_in_cells_that_are_large_enough(
     row_bytes = LAYERS * HEADS * TOKENS * WIDTH * 4
     monkeypatch.setattr(cell_sizes, "WHOLE_BYTES_MAX", 2 * row_bytes)
     events = LateEvents()
-    site.send("p", "room", 40, [7, 3, 5], events.make)
+    site.compute("p", "room", events.make)
     assert len(events.made) == 2
 
 
@@ -293,38 +240,37 @@ def test_layers_of_a_large_chunk_leave_in_cells_that_are_large_enough(
 def test_cells_that_leave_together_wait_for_one_event(site: Site, layers: list[str]) -> None:
     events = LateEvents()
     opens = [Open("p", "room", 40), Open("q", "another", 20)]
-    site.step(Orders(opens=opens, chunks=[chunk("p", [7, 3, 5]), chunk("q", [1, 6])]), events.make, layers)
+    site.step(Orders(opens=opens, chunks=[chunk("p", SOURCE), chunk("q", [1, 6])]), events.make, layers)
     assert len(events.made) == 1
-    receives = [site.receive("d", "room", 40, [4, 9, 2]), site.receive("e", "another", 20, [8, 10])]
-    site.decode.begin(Orders(receives=receives))
+    receives = [site.wanted("d", "room", 40, TARGET), site.wanted("e", "another", 20, [8, 10])]
+    site.decode[0].begin(receives=receives)
     events.made[0].fired = True
     site.until(lambda: site.received.received == {"d", "e"})
     assert site.landed([7, 3, 5, 1, 6], [4, 9, 2, 8, 10])
 
 
 def test_a_prompt_of_two_steps_lands_after_the_second(site: Site) -> None:
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    site.receive("d", "room", 40, TARGET)
     site.step(Orders(opens=[Open("p", "room", 40)], chunks=[chunk("p", [7], last=False)]))
     wait_for(lambda: site.landed([7], [4]))
     time.sleep(0.1)
     site.poll()
     assert site.received == Results()
-    site.step(Orders(chunks=[chunk("p", [7, 3, 5], first=1)]))
+    site.step(Orders(chunks=[chunk("p", SOURCE, first=1)]))
     site.until(lambda: site.received.received)
-    assert site.landed([7, 3, 5], [4, 9, 2])
+    assert site.landed(SOURCE, TARGET)
 
 
-def test_groups_leave_from_blocks_of_their_own() -> None:
-    with made_site(TWO) as site:
-        slots = {"slots": ((4, 9, 2), (-1, 8, 10))}
-        site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [], **slots)]))
-        rows = (Rows(0, 0, 3, (7, 3, 5)), Rows(1, 1, 3, (0, 6, 1)))
-        site.step(Orders(opens=[Open("p", "room", 40)], chunks=[Chunk("p", rows, last=True)]))
-        site.until(lambda: site.received.received)
-        assert site.received == Results(received={"d"})
-        assert np.array_equal(site.target[:2, [4, 9, 2]], site.source[:2, [7, 3, 5]])
-        assert np.array_equal(site.target[2, [8, 10]], site.source[2, [6, 1]])
-        assert not site.target[2, [4, 9, 2]].any()
+@pytest.mark.given(TWO)
+def test_groups_leave_from_blocks_of_their_own(site: Site) -> None:
+    site.receive("d", "room", 40, (4, 9, 2), (-1, 8, 10))
+    rows = (Rows(0, 0, 3, (7, 3, 5)), Rows(1, 1, 3, (0, 6, 1)))
+    site.step(Orders(opens=[Open("p", "room", 40)], chunks=[Chunk("p", rows, last=True)]))
+    site.until(lambda: site.received.received)
+    assert site.received == Results(received={"d"})
+    assert np.array_equal(site.target[:2, TARGET], site.source[:2, SOURCE])
+    assert np.array_equal(site.target[2, [8, 10]], site.source[2, [6, 1]])
+    assert not site.target[2, TARGET].any()
 
 
 @pytest.mark.parametrize("rows", ["blocks", "tokens"])
@@ -332,8 +278,7 @@ def test_a_state_lands_beside_the_kv(rows: str) -> None:
     """Of a layer whose name vLLM never reports, also where decode has the beginning of the prompt."""
     groups: Groups = [(KVGroup(0, STATE.of(1024)), NAMES[2:]), (KVGroup(1, PAGED.of(TOKENS)), NAMES[:2])]
     with made_site(groups, rows) as site:
-        slots = {"slots": ((11,), (4, 9, 2)), "prefix": 16}
-        site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [], **slots)]))
+        site.receive("d", "room", 40, (11,), (4, 9, 2), prefix=16)
         sent = (Rows(0, 0, 1, (6,)), Rows(1, 0, 3, (7, 3, 5)))
         opens = [Open("p", "room", 40)]
         site.step(Orders(opens=opens, chunks=[Chunk("p", sent, last=True)]), layers=NAMES[:2])
@@ -348,11 +293,11 @@ def test_a_state_lands_beside_the_kv(rows: str) -> None:
 def test_stripes_of_a_prompt_may_have_unequal_rows(copied_up: bool) -> None:
     """Three blocks of 16 tokens, the last of which is part of a row of 32 tokens."""
     with made_site([(KVGroup(0, PAGED.of(TOKENS), stripes=2), NAMES)], copied_up=copied_up) as made:
-        made.decode.begin(Orders(receives=[made.receive("d", "room", 40, [4, 9, 2])]))
-        made.send("p", "room", 40, [7, 3, 5])
+        made.receive("d", "room", 40, TARGET)
+        made.compute("p", "room")
         made.until(lambda: made.received.received)
         assert not made.received.failed
-        assert made.landed([7, 3, 5], [4, 9, 2])
+        assert made.landed(SOURCE, TARGET)
         assert not made.target[:, [block for block in range(BLOCKS) if block not in (4, 9, 2)]].any()
         assert made.figures["bytes"]["received"] == made.source[:, :3].nbytes
 
@@ -361,56 +306,54 @@ def test_a_prompt_whose_last_block_is_missing_is_refused() -> None:
     """Of a group that is not striped, beside one that is."""
     groups: Groups = [(KVGroup(0, PAGED.of(TOKENS), stripes=2), NAMES[:2]), (KVGroup(1, PAGED.of(TOKENS)), NAMES[2:])]
     with made_site(groups) as site:
-        slots = {"slots": ((4, 9, 2), (-1, 8, -1))}
-        site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [], **slots)]))
+        site.receive("d", "room", 40, (4, 9, 2), (-1, 8, -1))
         site.poll()
         assert (site.received.received, site.received.failed) == ({"d"}, {"d"})
 
 
-def test_rows_that_are_tokens_end_with_the_prompt() -> None:
-    with made_site(rows="tokens") as site:
-        site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-        site.send("p", "room", 40, [7, 3, 5])
-        site.until(lambda: site.received.received)
-        assert site.received == Results(received={"d"})
-        assert site.landed([7, 3], [4, 9])
-        assert np.array_equal(site.target[:, 2, :, :8], site.source[:, 5, :, :8])
-        assert not site.target[:, 2, :, 8:].any()
+@pytest.mark.given(rows="tokens")
+def test_rows_that_are_tokens_end_with_the_prompt(site: Site) -> None:
+    site.receive("d", "room", 40, TARGET)
+    site.compute("p", "room")
+    site.until(lambda: site.received.received)
+    assert site.received == Results(received={"d"})
+    assert site.landed([7, 3], [4, 9])
+    assert np.array_equal(site.target[:, 2, :, :8], site.source[:, 5, :, :8])
+    assert not site.target[:, 2, :, 8:].any()
 
 
 def test_an_engine_that_sends_and_receives_does_both_in_one_step(site: Site) -> None:
-    orders = Orders(
-        opens=[Open("p", "room", 40)], receives=[site.receive("d", "room", 40, [4, 9, 2])],
-        chunks=[chunk("p", [7, 3, 5])],
-    )  # fmt: skip
-    site.both.begin(orders)
-    site.both.end(lambda: None)
-    found = [site.both.results(["p"])]
-    wait_for(lambda: found.append(site.both.results(())) or any(each.sent for each in found))
-    wait_for(lambda: found.append(site.both.results(())) or any(each.received for each in found))
-    assert site.landed([7, 3, 5], [4, 9, 2])
-    site.both.close()
-    for client in site.clients:
+    (sends,), (receives,) = site.prefill, site.decode
+    made = described(site.source, site.source.ctypes.data, ONE, "blocks")
+    both = WorkerSide(pools=made, prefill=sends.client, decode=receives.client, time_left_s=20.0)
+    wanted = site.wanted("d", "room", 40, TARGET)
+    both.begin(Orders(opens=[Open("p", "room", 40)], receives=[wanted], chunks=[chunk("p", SOURCE)]))
+    both.end(lambda: None)
+    found = [both.results(["p"])]
+    wait_for(lambda: found.append(both.results(())) or any(each.sent for each in found))
+    wait_for(lambda: found.append(both.results(())) or any(each.received for each in found))
+    assert site.landed(SOURCE, TARGET)
+    both.close()
+    for client in (sends.client, receives.client):
         assert client.fileno() < 0, "it is closed"
 
 
 def test_rows_that_decode_has_are_not_sent(site: Site) -> None:
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2], prefix=16)]))
-    site.send("p", "room", 40, [7, 3, 5])
+    site.receive("d", "room", 40, TARGET, prefix=16)
+    site.compute("p", "room")
     site.until(lambda: site.received.received)
     assert not site.target[:, 4].any()
     assert np.array_equal(site.target[:, [9, 2]], site.source[:, [3, 5]])
 
 
 def test_a_request_that_needs_nothing_frees_prefill_and_is_never_reported(site: Site) -> None:
-    site.send("p", "room", 40, [7, 3, 5])
+    site.compute("p", "room")
     site.poll(("p",))
     time.sleep(0.1)
     site.poll()
-    assert not site.sent.sent
-    orders = Orders(receives=[site.receive("d", "room", 40, [-1, -1, -1], prefix=40, awaited=False)])
-    site.decode.begin(orders)
-    site.until(lambda: site.sent.sent == {"p"})
+    assert not site.sent
+    site.receive("d", "room", 40, [-1, -1, -1], prefix=40, awaited=False)
+    site.until(lambda: site.sent == {"p"})
     site.until(lambda: site.figures["rooms"].get("received") == 1)
     assert site.received == Results()
 
@@ -419,12 +362,12 @@ def test_a_request_that_needs_nothing_frees_prefill_and_is_never_reported(site: 
 def test_requests_that_share_decodes_blocks_land_together_and_fail_alone(rows: str) -> None:
     """vLLM gives up every request whose blocks are named, also those that have them from its prefix cache."""
     with made_site(rows=rows) as site:
-        site.prefill.begin(Orders(opens=[Open("p", "lost", 40)]))
-        receives = [site.receive(name, label, 40, [-1, *own], prefix=16)
+        site.prefill[0].begin(opens=[Open("p", "lost", 40)])
+        receives = [site.wanted(name, label, 40, [-1, *own], prefix=16)
                     for name, label, own in (("d", "lost", [9, 2]), ("e", "room", [8, 10]))]  # fmt: skip
-        site.decode.begin(Orders(receives=receives))
-        site.send("q", "room", 40, [7, 3, 5])
-        site.prefill.begin(Orders(aborts=["p"]))
+        site.decode[0].begin(receives=receives)
+        site.compute("q", "room")
+        site.prefill[0].begin(aborts=["p"])
         site.until(lambda: site.received.received == {"d", "e"})
         assert (site.received.failed, site.received.failed_blocks) == ({"d"}, {9, 2})
         assert site.landed([3], [8])
@@ -432,16 +375,16 @@ def test_requests_that_share_decodes_blocks_land_together_and_fail_alone(rows: s
 
 
 def test_decode_that_gives_up_is_reported_once_and_has_not_failed(site: Site) -> None:
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    site.decode.begin(Orders(aborts=["d", "unknown"]))
+    site.receive("d", "room", 40, TARGET)
+    site.decode[0].begin(aborts=["d", "unknown"])
     site.until(lambda: site.received.received == {"d"})
     assert not site.received.failed
-    site.decode.begin(Orders(aborts=["d"]))
+    site.decode[0].begin(aborts=["d"])
     site.poll()
 
 
 def test_a_request_may_end_in_the_step_that_gave_it_blocks(site: Site) -> None:
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])], aborts=["d"]))
+    site.decode[0].begin(receives=[site.wanted("d", "room", 40, TARGET)], aborts=["d"])
     site.until(lambda: site.received.received == {"d"})
     assert site.figures["causes"] == {"aborted": 1}
     assert site.figures["rooms"] == {"failed": 1}
@@ -449,13 +392,12 @@ def test_a_request_may_end_in_the_step_that_gave_it_blocks(site: Site) -> None:
 
 def test_a_notice_whose_request_is_given_up_does_not_wait_for_prefill(site: Site) -> None:
     """Which may have refused the request, and never begins."""
-    notice = site.receive("d", "room", 40, [-1, -1, -1], prefix=40, awaited=False)
-    site.decode.begin(Orders(receives=[notice]))
-    site.decode.begin(Orders(aborts=["d"]))
+    site.receive("d", "room", 40, [-1, -1, -1], prefix=40, awaited=False)
+    site.decode[0].begin(aborts=["d"])
     site.until(lambda: site.figures["causes"] == {"aborted": 1})
-    site.send("p", "room", 40, [7, 3, 5])
+    site.compute("p", "room")
     site.poll(("p",))
-    site.until(lambda: site.sent.sent == {"p"})
+    site.until(lambda: site.sent == {"p"})
     assert site.figures["causes"] == {"aborted": 2}
 
 
@@ -463,29 +405,29 @@ def test_a_notice_whose_request_is_given_up_does_not_wait_for_prefill(site: Site
 def test_a_room_that_decode_withdraws_frees_prefills_blocks(
     order: str, site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    withdrawal = Withdraw("x (f00d)", room_id("room"), (site.endpoint,))
+    withdrawal = Withdraw("x (f00d)", room_id("room"), (*site.sources,))
     if order == "decode first":
-        site.decode.begin(Orders(withdrawals=[withdrawal]))
-    site.send("p", "room", 40, [7, 3, 5])
+        site.decode[0].begin(withdrawals=[withdrawal])
+    site.compute("p", "room")
     site.poll(("p",))
     if order == "prefill first":
-        site.decode.begin(Orders(withdrawals=[withdrawal]))
-    site.until(lambda: site.sent.sent == {"p"})
+        site.decode[0].begin(withdrawals=[withdrawal])
+    site.until(lambda: site.sent == {"p"})
     assert site.figures["causes"] == {"aborted": 1}
-    assert "request p: its KV was not handed over: aborted: node:d gave it up: request x (f00d) was given up" in [
+    assert "request p: its KV was not handed over: aborted: node:d0 gave it up: request x (f00d) was given up" in [
         each.getMessage() for each in caplog.records
     ]
 
 
 def test_a_room_that_prefill_withdraws_fails_decodes_load(site: Site) -> None:
     """Of a request that had not begun, and of one that has ended and waits for decode."""
-    site.prefill.begin(Orders(withdrawals=[Withdraw("p", room_id("never"))]))
-    site.decode.begin(Orders(receives=[site.receive("d", "never", 40, [4, 9, 2])]))
+    site.prefill[0].begin(withdrawals=[Withdraw("p", room_id("never"))])
+    site.receive("d", "never", 40, TARGET)
     site.until(lambda: site.received.failed == site.received.received == {"d"})
-    site.send("q", "waits", 40, [7, 3, 5])
+    site.compute("q", "waits")
     site.poll(("q",))
-    site.prefill.begin(Orders(withdrawals=[Withdraw("q", room_id("waits"))]))
-    site.until(lambda: site.sent.sent == {"q"})
+    site.prefill[0].begin(withdrawals=[Withdraw("q", room_id("waits"))])
+    site.until(lambda: site.sent == {"q"})
 
 
 def test_a_failed_load_is_received_only_once_nobody_can_write_its_blocks() -> None:
@@ -506,10 +448,9 @@ def test_a_failed_load_is_received_only_once_nobody_can_write_its_blocks() -> No
 
 
 def test_a_notice_that_fails_fails_no_load(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    notice = site.receive("d", "room", 40, [-1, -1, -1], prefix=40, awaited=False)
-    site.prefill.begin(Orders(opens=[Open("p", "room", 40)]))
-    site.decode.begin(Orders(receives=[notice]))
-    site.prefill.begin(Orders(aborts=["p"]))
+    site.prefill[0].begin(opens=[Open("p", "room", 40)])
+    site.receive("d", "room", 40, [-1, -1, -1], prefix=40, awaited=False)
+    site.prefill[0].begin(aborts=["p"])
     site.until(lambda: site.figures["causes"].get("aborted") == 2)
     time.sleep(0.1)
     site.poll()
@@ -519,9 +460,9 @@ def test_a_notice_that_fails_fails_no_load(site: Site, caplog: pytest.LogCapture
 
 def test_a_notice_of_a_label_that_was_asked_for_is_no_failure(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """A client that leaves has vLLM abort its request, and then notify the connector of it once more."""
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    notice = site.receive("another", "room", 1, [-1], prefix=1, awaited=False)
-    site.decode.begin(Orders(aborts=["d"], receives=[notice]))
+    site.receive("d", "room", 40, TARGET)
+    notice = site.wanted("another", "room", 1, [-1], prefix=1, awaited=False)
+    site.decode[0].begin(aborts=["d"], receives=[notice])
     site.until(lambda: site.received.received)
     assert site.received == Results(received={"d"})
     assert site.figures["causes"] == {"aborted": 1}
@@ -535,37 +476,39 @@ def notices(caplog: pytest.LogCaptureFixture) -> set[tuple[str, str]]:
 
 
 def test_prefill_that_gives_up_fails_decodes_load(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [-1, 4, 2])]))
-    site.prefill.begin(Orders(opens=[Open("p", "room", 40)]))
-    site.prefill.end(lambda: None)
-    site.prefill.begin(Orders(aborts=["p"]))
+    site.receive("d", "room", 40, [-1, 4, 2])
+    site.prefill[0].begin(opens=[Open("p", "room", 40)])
+    site.prefill[0].side.end(lambda: None)
+    site.prefill[0].begin(aborts=["p"])
     site.poll(("p",))
-    site.until(lambda: site.received.received == {"d"} and site.sent.sent == {"p"})
+    site.until(lambda: site.received.received == {"d"} and site.sent == {"p"})
     assert (site.received.failed, site.received.failed_blocks) == ({"d"}, {4, 2})
     assert site.figures["causes"] == {"aborted": 2}
     assert notices(caplog) == {("INFO", "request p"), ("WARNING", "request d")}
 
 
-def test_rooms_whose_peer_never_comes_fail_in_time(caplog: pytest.LogCaptureFixture) -> None:
-    with made_site(time_left_s=0.3) as site:
-        site.send("p", "one", 40, [7, 3, 5])
-        site.poll(("p",))
-        site.decode.begin(Orders(receives=[site.receive("d", "other", 40, [4, 9, 2])]))
-        site.until(lambda: site.sent.sent == {"p"} and site.received.received == {"d"})
-        assert site.received.failed == {"d"}
-        assert site.figures["causes"] == {"deadline": 2}
-        assert notices(caplog) == {("WARNING", "request p"), ("WARNING", "request d")}
+@pytest.mark.given(time_left_s=0.3)
+def test_rooms_whose_peer_never_comes_fail_in_time(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    site.compute("p", "one")
+    site.poll(("p",))
+    site.receive("d", "other", 40, TARGET)
+    site.until(lambda: site.sent == {"p"} and site.received.received == {"d"})
+    assert site.received.failed == {"d"}
+    assert site.figures["causes"] == {"deadline": 2}
+    assert notices(caplog) == {("WARNING", "request p"), ("WARNING", "request d")}
 
 
-def test_hand_offs_that_fail_one_after_the_other_are_a_warning_on_either_side(caplog: pytest.LogCaptureFixture) -> None:
-    with made_site(time_left_s=0.3) as site:
-        for at in range(6):
-            site.send(f"p{at}", f"sent {at}", 40, [7, 3, 5])
-            site.decode.begin(Orders(receives=[site.receive(f"d{at}", f"other {at}", 40, [4, 9, 2])]))
-            site.poll((f"p{at}",))
-            site.until(lambda at=at: f"p{at}" in site.sent.sent and f"d{at}" in site.received.received)
-            assert len(in_a_row(caplog)) == (2 if at >= 4 else 0)
-        assert all("What to do: check that the router sends" in text for text in in_a_row(caplog))
+@pytest.mark.given(time_left_s=0.3)
+def test_hand_offs_that_fail_one_after_the_other_are_a_warning_on_either_side(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    for at in range(6):
+        site.compute(f"p{at}", f"sent {at}")
+        site.receive(f"d{at}", f"other {at}", 40, TARGET)
+        site.poll((f"p{at}",))
+        site.until(lambda at=at: f"p{at}" in site.sent and f"d{at}" in site.received.received)
+        assert len(in_a_row(caplog)) == (2 if at >= 4 else 0)
+    assert all("What to do: check that the router sends" in text for text in in_a_row(caplog))
 
 
 def test_requests_with_wrong_parameters_one_after_the_other_are_a_warning(
@@ -573,14 +516,14 @@ def test_requests_with_wrong_parameters_one_after_the_other_are_a_warning(
 ) -> None:
     for at in range(5):
         assert in_a_row(caplog) == []
-        site.decode.begin(Orders(refusals=[Refuse(f"d{at}", (1, 2))]))
+        site.decode[0].begin(refusals=[Refuse(f"d{at}", (1, 2))])
     [text] = in_a_row(caplog)
     assert "refused: its parameters are wrong" in text
 
 
 def test_a_refused_load_fails_at_once(site: Site) -> None:
-    wrong = site.receive("twice", "room", 40, [4, 4, 2])
-    site.decode.begin(Orders(refusals=[Refuse("d", (1, 2))], receives=[wrong]))
+    wrong = site.wanted("twice", "room", 40, [4, 4, 2])
+    site.decode[0].begin(refusals=[Refuse("d", (1, 2))], receives=[wrong])
     site.poll()
     assert site.received.received == site.received.failed == {"d", "twice"}
     assert site.received.failed_blocks == {1, 2, 4}
@@ -588,17 +531,17 @@ def test_a_refused_load_fails_at_once(site: Site) -> None:
 
 
 def test_a_label_that_was_used_hands_nothing_over_and_keeps_no_block(site: Site) -> None:
-    site.send("p", "room", 40, [7, 3, 5])
+    site.compute("p", "room")
     site.send("q", "room", 40, [1, 2, 4])
     site.poll(("q",))
-    assert site.sent.sent == {"q"}
+    assert site.sent == {"q"}
 
 
 def test_a_label_that_is_in_use_stays_with_its_first_request(site: Site) -> None:
     """Nothing that becomes of the second request touches the room of the first."""
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    site.prefill.begin(Orders(opens=[Open("p", "room", 40), Open("q", "room", 40)]))
-    site.prefill.end(lambda: None)
+    site.receive("d", "room", 40, TARGET)
+    site.prefill[0].begin(opens=[Open("p", "room", 40), Open("q", "room", 40)])
+    site.prefill[0].side.end(lambda: None)
     site.poll()
     assert site.figures["causes"] == {"refused": 1}
     site.step(Orders(chunks=[chunk("q", [1, 6, 8])]))
@@ -608,36 +551,36 @@ def test_a_label_that_is_in_use_stays_with_its_first_request(site: Site) -> None
     site.poll()
     assert site.received == Results()
     assert not site.target.any()
-    site.step(Orders(chunks=[chunk("p", [7, 3, 5])]))
+    site.step(Orders(chunks=[chunk("p", SOURCE)]))
     site.poll(("p",))
-    site.until(lambda: site.received.received and site.sent.sent == {"p"})
-    assert site.landed([7, 3, 5], [4, 9, 2])
+    site.until(lambda: site.received.received and site.sent == {"p"})
+    assert site.landed(SOURCE, TARGET)
     assert site.figures["rooms"] == {"failed": 1, "sent": 1, "received": 1}
 
 
 def test_a_preempted_request_that_does_not_come_back_is_not_reported(site: Site) -> None:
     """Its blocks are vLLM's again, and vLLM ends with a request that it does not know."""
-    site.send("p", "room", 40, [7, 3, 5])
-    site.step(Orders(quiesce=["p"], chunks=[chunk("p", [7, 3, 5])]))  # rows without a room stay where they are
+    site.compute("p", "room")
+    site.step(Orders(quiesce=["p"], chunks=[chunk("p", SOURCE)]))  # rows without a room stay where they are
     site.poll(("p",))
     site.until(lambda: site.figures["causes"] == {"aborted": 1})
     site.poll(("p",))
-    assert not site.sent.sent
+    assert not site.sent
 
 
 def test_quiesce_returns_once_nothing_reads_the_blocks(site: Site) -> None:
     late, later = Late(), Late()
-    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    site.send("p", "room", 40, [7, 3, 5], lambda: late)
-    site.prefill.quiesce(Orders(quiesce=["p", "unknown"]))
-    site.send("p", "another", 40, [7, 3, 5], lambda: later)  # the request comes back, in a room of its own
+    site.receive("d", "room", 40, TARGET)
+    site.compute("p", "room", lambda: late)
+    site.prefill[0].side.quiesce(Orders(quiesce=["p", "unknown"]))
+    site.compute("p", "another", lambda: later)  # the request comes back, in a room of its own
     site.poll(("p",))
     site.until(lambda: site.received.failed == {"d"})
-    assert not site.sent.sent, "of the first room vLLM has the blocks, of the second it has not"
+    assert not site.sent, "of the first room vLLM has the blocks, of the second it has not"
     assert "deadline" not in site.figures["causes"]
-    site.decode.begin(Orders(receives=[site.receive("e", "another", 40, [1, 3, 6])]))
+    site.receive("e", "another", 40, [1, 3, 6])
     later.fired = True
-    site.until(lambda: "e" in site.received.received and site.sent.sent == {"p"})
+    site.until(lambda: "e" in site.received.received and site.sent == {"p"})
     assert site.received.failed == {"d"}
 
 
@@ -645,20 +588,20 @@ def test_figures_of_an_interval_are_bounded_and_counted_once(monkeypatch: pytest
     monkeypatch.setattr(figures, "SECONDS_MAX", 1)
     now = [10.0]
     with made_site(copied_up=True, clock=lambda: now[0]) as site:
-        site.decode.begin(Orders(receives=[site.receive("d", "one", 16, [4])]))
+        site.receive("d", "one", 16, [4])
         now[0] = 20.0
-        site.decode.begin(Orders(receives=[site.receive("e", "other", 16, [9])]))
+        site.receive("e", "other", 16, [9])
         now[0] = 30.5
         site.send("p", "one", 16, [7])
         site.send("q", "other", 16, [3])
         found: set[str] = set()
-        wait_for(lambda: found.update(site.decode.results(()).received) or found == {"d", "e"})
-        data = site.decode.take_figures()
+        wait_for(lambda: found.update(site.decode[0].side.results(()).received) or found == {"d", "e"})
+        data = site.decode[0].side.take_figures()
         assert data is not None
         assert (data["rooms"], data["copied_up_bytes"]) == ({"received": 2}, site.source[:, :2].nbytes)
         assert np.array_equal(site.target[:, [4, 9]], site.source[:, [7, 3]])
         assert data["seconds"] in ([20.5], [10.5])
-        assert site.decode.take_figures() is None
+        assert site.decode[0].side.take_figures() is None
 
 
 def test_figures_of_ranks_and_intervals_add_up() -> None:

@@ -213,6 +213,13 @@ class Decode:
             self.step()
         return self
 
+    def served(self, rooms, source: Prefill) -> list[Generation]:
+        """What becomes of rooms that are admitted together."""
+        for room in rooms:
+            self.admit(room, source)
+        self.run()
+        return [self.outcome(room.room) for room in rooms]
+
     def outcome(self, room) -> Generation:
         end = self.ends[room]
         assert isinstance(end, Finished), end

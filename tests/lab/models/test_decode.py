@@ -7,9 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
-
 from pdtransfer_lab.models.factory import create, generate
 
 from pdtransfer.serve.engine_api import Broken, Finished, Token

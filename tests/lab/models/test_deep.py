@@ -4,9 +4,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
-
 import torch
 from pdtransfer_lab.models import deep
 from pdtransfer_lab.models.deep import create

@@ -9,9 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
-
 import torch
 from pdtransfer_lab.models import deep_graphs
 from pdtransfer_lab.models.attention import EveryKey, RowBatch, Tiles

@@ -10,9 +10,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
-
 import torch
 from pdtransfer_lab.models import deep_steps
 from pdtransfer_lab.models.attention import KEY_BLOCK
@@ -89,10 +86,7 @@ def outcomes(
     model._steps = DeepSteps(
         model._forward, model.device, top=model.architecture.top_k, indexer=model.indexer, graphs=graphs
     )
-    for room in rooms:
-        decode.admit(room, prefill)
-    decode.run()
-    return [decode.outcome(room.room) for room in rooms]
+    return decode.served(rooms, prefill)
 
 
 @pytest.mark.slow

@@ -4,9 +4,6 @@ from itertools import count
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
-
 from pdtransfer_lab.models.factory import create, generate_many
 
 from pdtransfer.errors import ConfigError, LocalProtocolError
@@ -36,14 +33,24 @@ def decode_of(attention, hot, **more):
     return Decode.of(attention=attention, hisparse=hot, **more)
 
 
+@pytest.fixture
+def admitted(attention, landed):
+    """Makes decode engines that have admitted those of the rooms that have landed which are picked."""
+
+    def made(hot, picked=lambda _: True, **more):
+        rooms, prefill = landed
+        decode = decode_of(attention, hot, **more)
+        for room in filter(picked, rooms):
+            decode.admit(room, prefill)
+        return decode
+
+    return made
+
+
 @pytest.mark.parametrize(("host_layout", "page_size"), [*zip(HOST_LAYOUTS, (1, 1, 16, 64), strict=True)])
 def test_hot_tokens_are_bitwise_every_token_resident(attention, landed, expected, host_layout, page_size):
-    rooms, prefill = landed
     decode = decode_of(attention, hisparse(), host_layout=host_layout, page_size=page_size)
-    for room in rooms:
-        decode.admit(room, prefill)
-    decode.run()
-    assert [decode.outcome(room.room) for room in rooms] == expected
+    assert decode.served(*landed) == expected
     figures = decode.engine.figures
     assert figures.hits > 0
     assert figures.misses > 0
@@ -54,26 +61,18 @@ def test_hot_tokens_are_bitwise_every_token_resident(attention, landed, expected
 
 def test_a_staging_copy_changes_no_bit_and_shows_in_the_figures(attention, landed, expected, monkeypatch):
     stage(monkeypatch)
-    rooms, prefill = landed
     decode = decode_of(attention, hisparse())
-    for room in rooms:
-        decode.admit(room, prefill)
-    decode.run()
-    assert [decode.outcome(room.room) for room in rooms] == expected
+    assert decode.served(*landed) == expected
     figures = decode.engine.figures
     assert figures.admission_bytes == 2 * figures.preloaded_bytes > 0
 
 
 def test_rooms_that_are_retracted_and_come_back_lose_no_bit(attention, landed, expected):
     """Places for two long requests: the others wait, and those that run are retracted for them, each more than once."""
-    rooms, prefill = landed
     decode = decode_of(attention, hisparse(slots=2 * (HOT + 1)))
-    for room in rooms:
-        decode.admit(room, prefill)
-    decode.run()
-    assert [decode.outcome(room.room) for room in rooms] == expected
+    assert decode.served(*landed) == expected
     figures = decode.engine.figures
-    assert figures.retracts >= len(rooms) - 2
+    assert figures.retracts >= len(expected) - 2
     assert figures.admission_bytes == figures.preloaded_bytes
 
 
@@ -124,11 +123,9 @@ def test_each_steps_swap_ins_are_reported_within_it_and_preloads_before(attentio
     assert (step.name, step.room) == ("2 requests", 0)
 
 
-def test_only_generated_rows_are_written_to_the_arena(attention, landed):
-    rooms, prefill = landed
-    decode = decode_of(attention, hisparse(slots=2 * (HOT + 1)))
-    for room in rooms:
-        decode.admit(room, prefill)
+def test_only_generated_rows_are_written_to_the_arena(landed, admitted):
+    rooms, _ = landed
+    decode = admitted(hisparse(slots=2 * (HOT + 1)))
     before = decode.memory.view(np.uint32).copy()[: decode.layout.end // 4]
     decode.run()
     changed = np.flatnonzero(decode.memory.view(np.uint32)[: decode.layout.end // 4] != before)
@@ -138,13 +135,10 @@ def test_only_generated_rows_are_written_to_the_arena(attention, landed):
 
 
 @pytest.mark.parametrize("when", [0, 1, 4])
-def test_a_cancelled_room_is_touched_no_more_wherever_it_is(attention, landed, expected, when):
+def test_a_cancelled_room_is_touched_no_more_wherever_it_is(landed, admitted, expected, when):
     """Waiting, running or retracted: with places for one long request, rooms are in all of these."""
-    rooms, prefill = landed
-    long = [room for room in rooms if len(room.prompt) > HOT]
-    decode = decode_of(attention, hisparse(slots=HOT + 1))
-    for one in long:
-        decode.admit(one, prefill)
+    long = [room for room in landed[0] if len(room.prompt) > HOT]
+    decode = admitted(hisparse(slots=HOT + 1), picked=lambda room: len(room.prompt) > HOT)
     for _ in range(when):
         decode.step()
     for gone in (long[0], long[2]):
@@ -171,11 +165,9 @@ def test_a_room_that_has_but_one_token_to_give_needs_no_place(attention):
     assert decode.engine.figures.misses == 0
 
 
-def test_a_corrupt_room_breaks_alone(attention, landed, expected):
-    rooms, prefill = landed
-    decode = decode_of(attention, hisparse(slots=3 * (HOT + 1)))
-    for room in rooms:
-        decode.admit(room, prefill)
+def test_a_corrupt_room_breaks_alone(landed, admitted, expected):
+    rooms, _ = landed
+    decode = admitted(hisparse(slots=3 * (HOT + 1)))
     kind, _, head = heads_of(decode.layout)[0]
     decode.memory[places(decode.layout, kind, 0, head, decode.slots[8][:300])] = np.nan
     decode.run()
@@ -185,11 +177,9 @@ def test_a_corrupt_room_breaks_alone(attention, landed, expected):
         assert room.room == 8 or decode.outcome(room.room) == expected[room.room]
 
 
-def test_a_step_that_is_refused_a_place_ends_its_room_alone(monkeypatch, landed, attention, expected):
-    rooms, prefill = landed
-    decode = decode_of(attention, hisparse())
-    for room in rooms:
-        decode.admit(room, prefill)
+def test_a_step_that_is_refused_a_place_ends_its_room_alone(landed, admitted, expected):
+    rooms, _ = landed
+    decode = admitted(hisparse())
     decode.step()
     hot = decode.engine.model.hot
     hot._pool.refused[hot._placed[7].row] = 1
@@ -283,12 +273,10 @@ def test_a_request_that_could_never_run_is_refused_and_nothing_else_disturbed(at
     assert decode.run().outcome(7) == expected[7]
 
 
-def test_nobody_waits_forever(attention, landed):
+def test_nobody_waits_forever(landed, admitted):
     """While newcomers keep coming, the first that waits gets its place within wait and quantum."""
-    rooms, prefill = landed
-    decode = decode_of(attention, hisparse(slots=HOT + 1, wait=2, quantum=2))
-    for room in rooms[7:]:
-        decode.admit(room, prefill)
+    rooms, _ = landed
+    decode = admitted(hisparse(slots=HOT + 1, wait=2, quantum=2), picked=lambda room: room.room >= 7)
     for step in count():
         decode.step()
         if all(len(decode.tokens.get(room.room, ())) > 1 for room in rooms[7:]):

@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
-
 import torch
 from pdtransfer_lab.models import deep, deep_steps
 from pdtransfer_lab.models.decode import ReferenceDecode

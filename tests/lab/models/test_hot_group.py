@@ -2,9 +2,6 @@
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
-
 from pdtransfer_lab.models.factory import create, generate_many
 
 from pdtransfer.errors import ConfigError, WorldError

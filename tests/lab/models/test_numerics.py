@@ -2,9 +2,6 @@
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
-
 import torch
 from pdtransfer_lab.models.attention import KEY_BLOCK, Tiles, attend, causal_bias
 from pdtransfer_lab.models.numerics import BLOCK_ROWS, Rope, block_up, exp2, linear, rms_norm, silu, single_threaded

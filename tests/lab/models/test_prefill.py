@@ -5,9 +5,6 @@ import os
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
-
 from pdtransfer_lab.models.factory import create
 
 from pdtransfer.errors import WorldError

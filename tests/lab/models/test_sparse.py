@@ -4,9 +4,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
-
 import torch
 from pdtransfer_lab.models.architecture import INDEX_DIM, INDEX_HEADS
 from pdtransfer_lab.models.attention import KEY_BLOCK
@@ -184,10 +181,7 @@ def test_rows_that_crossed_between_two_engines_decode_to_what_one_process_genera
     attention, expected, rooms, prefill, target
 ):
     decode = Decode.of(attention=attention, host_layout=target, slots=1024, batch_max=3, options=SPARSE)
-    for room in rooms:
-        decode.admit(room, prefill)
-    decode.run()
-    assert [decode.outcome(room.room) for room in rooms] == [expected[room.room] for room in rooms]
+    assert decode.served(rooms, prefill) == [expected[room.room] for room in rooms]
 
 
 def test_index_rows_are_cells_of_their_own_and_every_plane_is_offered_once(attention):

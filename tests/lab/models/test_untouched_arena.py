@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
-
 from pdtransfer_lab.models.factory import create
 
 from pdtransfer.hisparse.hot_requests import HotRequests

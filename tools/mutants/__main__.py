@@ -152,7 +152,11 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Mutant]]:
         path, _, function = place.partition(":")
         for file in sorted(_ROOT.joinpath(path).rglob("*.py")) or [_ROOT / path]:
             found = mutants(str(file.relative_to(_ROOT)), file.read_text())
-            of = (name for name in drawn if any(file.is_relative_to(_ROOT / code) for code in sets[name]["code"]))
+            of = (
+                name
+                for name in sets
+                if name in drawn and any(file.is_relative_to(_ROOT / code) for code in sets[name]["code"])
+            )
             drawn.setdefault(next(of, "other"), []).extend(
                 each for each in found if each.name.split()[1].startswith(function)
             )

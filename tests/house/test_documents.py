@@ -21,7 +21,6 @@ DOCUMENTS = sorted({*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *OTHERS}
 PLACES = ("pdtransfer/", "kernels/", "tests/", "tools/", "examples/", "docs/", "deploy/", "lab/")
 
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-README = (REPO / "README.md").read_text(encoding="utf-8")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -69,9 +68,8 @@ def test_documents_name_tests_that_exist() -> None:
     assert named - defined == set()
 
 
-def test_readme_is_short_and_plain_enough_for_a_package_index() -> None:
-    assert len(README.splitlines()) < 120
-    assert "mermaid" not in README
+def test_readme_is_plain_enough_for_a_package_index() -> None:
+    assert "mermaid" not in (REPO / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -85,12 +83,6 @@ def test_the_plot_of_readme_has_the_figures_of_its_table() -> None:
     assert plots.PLOT.read_text(encoding="utf-8") == plots.drawn(
         plots.medians(plots.SOURCE.read_text(encoding="utf-8"))
     )
-
-
-def test_architecture_is_short() -> None:
-    lines = (REPO / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) < 160
-    assert max(map(len, lines)) <= 120
 
 
 def test_each_decision_is_in_the_index_with_its_title() -> None:

@@ -153,15 +153,19 @@ def test_steps_out_of_host_memory_miss_as_much_as_was_asked_for(capsys: pytest.C
     assert "3 x 1,000 tokens" in printed(hisparse.LINES, figures, transfer.measure, capsys)
 
 
-def test_handoff_has_latency_and_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = handoff.measure(tokens=16, rooms=20, concurrency=4, rounds=2)
+@pytest.mark.parametrize("beside_zmq", [False, True])
+def test_handoff_has_latency_and_rate(beside_zmq: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = handoff.measure(tokens=16, rooms=20, concurrency=4, rounds=2, beside_zmq=beside_zmq)
     assert figures["room_bytes"] == 16 * ROW_BYTES
     assert figures["rate_room_bytes"] == 7 * ROW_BYTES <= 64 << 10
     assert 0 < float(figures["handoff_us_p50"]) < float(figures["ready_us_p50"])
     assert float(figures["handoff_us_p50"]) <= float(figures["handoff_us_p99"])
     assert float(figures["handoffs_s_min"]) <= float(figures["handoffs_s"]) <= float(figures["handoffs_s_max"])
-    assert min(sizes(figures, "_us_p50") + sizes(figures, "_cpu_us")) > 0
-    assert "hand-offs a second" in printed(handoff.LINES, figures, transfer.measure, capsys)
+    beside = ("_to_raw_p50", "_to_blocking_p50") if beside_zmq else ()
+    for ending in ("_us_p50", "_cpu_us", *beside):
+        assert min(sizes(figures, ending)) > 0
+    lines, text = (handoff.BESIDE_ZMQ, "ZMQ's round trip") if beside_zmq else (handoff.LINES, "hand-offs a second")
+    assert text in printed(lines, figures, transfer.measure, capsys)
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -9,33 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pdtransfer_lab.bench import handoff
 from pdtransfer_lab.bench.fleets import attacks, faults, load, siege
 from pdtransfer_lab.commands.comparisons import bench as app
 
 from pdtransfer.serve.commands.cli import main
 from tests.support.bench_output import printed, sizes
-
-ROW_BYTES = 4 * 576 * 4  # of a token in the reference model's MLA: layers, elements, float32
-
-
-def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = handoff.measure(tokens=16, rooms=20, concurrency=4, rounds=2, beside_zmq=True)
-    assert figures["room_bytes"] == 16 * ROW_BYTES
-    assert figures["rate_room_bytes"] == 7 * ROW_BYTES <= 64 << 10
-    assert 0 < float(figures["handoff_us_p50"]) < float(figures["ready_us_p50"])
-    assert float(figures["handoff_us_p50"]) <= float(figures["handoff_us_p99"])
-    assert float(figures["handoffs_s_min"]) <= float(figures["handoffs_s"]) <= float(figures["handoffs_s_max"])
-    assert (
-        min(
-            sizes(figures, "_us_p50")
-            + sizes(figures, "_cpu_us")
-            + sizes(figures, "_to_raw_p50")
-            + sizes(figures, "_to_blocking_p50")
-        )
-        > 0
-    )
-    assert "ZMQ's round trip" in printed(handoff.BESIDE_ZMQ, figures, load.measure, capsys)
 
 
 @pytest.mark.full

@@ -21,11 +21,9 @@ from pdtransfer.errors import ConfigError
 # decode that is not asked as its own proxy does it.
 SERVER = """
 import argparse, asyncio, json, os
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from aiohttp import web
-given, _ = (parser := argparse.ArgumentParser()).parse_known_args()
+parser = argparse.ArgumentParser()
 for name in ("model", "port", "kv-transfer-config", "folder"):
     parser.add_argument(f"--{name}", default="{}")
 given, _ = parser.parse_known_args()
@@ -88,8 +86,6 @@ asyncio.run(main())
 # it, and tells when it had computed.
 SGLANG = """
 import argparse, asyncio, json, time
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from aiohttp import web
 parser = argparse.ArgumentParser()

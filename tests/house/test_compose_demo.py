@@ -17,6 +17,9 @@ USED = (  # of the host; whatever could change it is one of `commands`, or is no
     "tail", "tar", "timeout", "wc",
 )  # fmt: skip
 FULL = "test-vllm ARGS='--full -m full'"
+TARGETS = "test-vllm", "test-sglang", FULL
+ENGINES = {"vllm": 0, "sglang": 0}  # what tools/venv ends with for each
+LATE_PYTHON = {"other_python": 0, "test_fast": 124}
 DOCKER = """case $* in
   info|"image rm"*) exit 0 ;;
   "image inspect"*) echo $((${{MIB:-100}} << 20)) ;;
@@ -182,72 +185,48 @@ def test_continuous_integration_fails_with_the_containers_and_not_for_want_of_th
     assert ("compose-demo:" in ran.stdout) == (ends == 0)
 
 
-@pytest.mark.parametrize(
-    ("statuses", "ends", "output"),
-    [
-        ({}, 0, ["dist: passed", "docs: passed"]),
-        ({"dist": 3, "docs": 3}, 0, ["dist: not run", "docs: not run"]),
-        ({"dist": 1}, 1, []),
-        ({"docs": 1}, 1, ["dist: passed"]),
-        ({"site": 1}, 1, ["dist: passed"]),
-    ],
-)
-def test_continuous_integration_fails_with_the_distributions_and_the_site_and_not_for_want_of_them(
-    tried: Path, statuses: dict[str, int], ends: int, output: list[str]
+def pythons(first: str, second: str, third: str) -> list[str]:
+    return [f"Python 3.12: {first}", f"Python 3.13: {second}", f"Python 3.14: {third}"]
+
+
+# What is run after the tests, with the statuses of each of its parts; then how .ci/run ends, and what it prints of it.
+AFTER_THE_TESTS = [
+    ("d", {}, 0, ["dist: passed", "docs: passed"]),
+    ("d", {"dist": 3, "docs": 3}, 0, ["dist: not run", "docs: not run"]),
+    ("d", {"dist": 1}, 1, []),
+    ("d", {"docs": 1}, 1, ["dist: passed"]),
+    ("d", {"site": 1}, 1, ["dist: passed"]),
+    ("test-", ENGINES, 0, ["test-vllm: passed", "test-sglang: passed", f"{FULL}: passed"]),
+    ("test-", ENGINES | {"vllm": 3}, 0, ["test-vllm: not run", "test-sglang: passed"]),
+    ("test-", ENGINES | {"sglang": 3}, 0, ["test-vllm: passed", "test-sglang: not run", f"{FULL}: passed"]),
+    ("test-", ENGINES | {"test_engines": 124}, 0, [f"{target}: not finished" for target in TARGETS]),
+    ("test-", ENGINES | {"vllm": 3, "test_engines": 1}, 1, ["test-vllm: not run"]),
+    ("test-", ENGINES | {"test_engines": 1}, 1, []),
+    ("test-", ENGINES | {"sglang": 1}, 1, ["test-vllm: passed"]),
+    ("test-", ENGINES | {"vllm": 1}, 1, []),
+    ("Python", {}, 0, pythons("not run", "not run", "not run")),
+    ("Python", {"other_python": 0}, 0, pythons("not run", "passed", "not run")),
+    ("Python", {"other_python": 3}, 0, pythons("not run", "not run", "not run")),
+    ("Python", LATE_PYTHON, 0, pythons("not run", "not finished in the time that was left", "not run")),
+    ("Python", {"other_python": 0, "test_fast": 2}, 2, ["Python 3.12: not run"]),
+    ("Python", {"other_python": 1}, 1, ["Python 3.12: not run"]),
+]
+
+
+@pytest.mark.parametrize(("named", "statuses", "ends", "output"), AFTER_THE_TESTS)
+def test_continuous_integration_fails_with_what_it_runs_and_not_for_want_of_it(
+    tried: Path, named: str, statuses: dict[str, int], ends: int, output: list[str]
 ) -> None:
     ran = integrate(tried, **statuses)
     assert ran.returncode == ends, ran.stderr
-    assert [line.partition(",")[0] for line in ran.stdout.splitlines() if line.startswith(("dist:", "docs:"))] == output
-
-
-@pytest.mark.parametrize(
-    ("vllm", "sglang", "test_engines", "ends", "output"),
-    [
-        (0, 0, 0, 0, ["test-vllm: passed", "test-sglang: passed", f"{FULL}: passed"]),
-        (3, 0, 0, 0, ["test-vllm: not run", "test-sglang: passed"]),
-        (0, 3, 0, 0, ["test-vllm: passed", "test-sglang: not run", f"{FULL}: passed"]),
-        (0, 0, 124, 0, ["test-vllm: not finished", "test-sglang: not finished", f"{FULL}: not finished"]),
-        (3, 0, 1, 1, ["test-vllm: not run"]),
-        (0, 0, 1, 1, []),
-        (0, 1, 0, 1, ["test-vllm: passed"]),
-        (1, 0, 0, 1, []),
-    ],
-)
-def test_continuous_integration_fails_with_the_engines_and_not_for_want_of_them(
-    tried: Path, vllm: int, sglang: int, test_engines: int, ends: int, output: list[str]
-) -> None:
-    ran = integrate(tried, vllm=vllm, sglang=sglang, test_engines=test_engines)
-    assert ran.returncode == ends, ran.stderr
-    assert [line.partition(",")[0] for line in ran.stdout.splitlines() if line.startswith("test-")] == output
+    assert re.findall(rf"^{named}[^:]*: [^:,\n]*", ran.stdout, re.MULTILINE) == output
 
 
 def test_engines_do_not_begin_without_time(tried: Path) -> None:
     ran = integrate(tried, vllm=0, sglang=0, test_engines=1, seconds_all=100)
     assert ran.returncode == 0, ran.stderr
-    assert [line.partition(":")[2] for line in ran.stdout.splitlines() if line.startswith("test-")] == [
-        " not run, no time is left: make test-vllm", " not run, no time is left: make test-sglang",
-        f" not run, no time is left: make {FULL}",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("venv", "fast", "ends", "output"),
-    [
-        (None, 0, 0, ["not run", "not run", "not run"]),
-        (0, 0, 0, ["not run", "passed", "not run"]),
-        (3, 0, 0, ["not run", "not run", "not run"]),
-        (0, 124, 0, ["not run", "not finished in the time that was left", "not run"]),
-        (0, 2, 2, ["not run"]),
-        (1, 0, 1, ["not run"]),
-    ],
-)
-def test_continuous_integration_fails_with_another_python_and_not_for_want_of_one(
-    tried: Path, venv: int | None, fast: int, ends: int, output: list[str]
-) -> None:
-    ran = integrate(tried, other_python=venv, test_fast=fast)
-    assert ran.returncode == ends, ran.stderr
-    lines = [line.split(": ")[1] for line in ran.stdout.splitlines() if line.startswith("Python 3.")]
-    assert [line.partition(",")[0] for line in lines] == output
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("test-")]
+    assert lines == [f"{target}: not run, no time is left: make {target}" for target in TARGETS]
 
 
 def test_an_image_is_built_beside_the_tests_and_its_fleet_starts_after_them(tried: Path) -> None:

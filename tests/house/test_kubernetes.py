@@ -38,6 +38,7 @@ from tests.house.manifests import (
 )  # fmt: skip
 from tests.support.paths import REPO
 
+Configs = list[tuple[Pod, Manifest, Any]]
 CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig}
 MADE = "secrets"  # by fleet-secrets
 ROOM_S = 5.0  # that a pod has left when its last room ended by its deadline
@@ -45,15 +46,14 @@ OF_OTHERS = {"leaderworkerset.x-k8s.io", "monitoring.coreos.com"}  # API groups 
 EVERYTHING = "hosts with all components"
 FILES = sorted(path for path in KUBERNETES.rglob("*.yaml") if MADE not in path.parts)
 
-needs_kustomize = pytest.mark.skipif(
-    not kustomize(), reason="kubectl and kustomize are missing: apt-get install kubernetes-client"
-)
 VALIDATE = os.environ.get("KUBERNETES_VALIDATE") or shutil.which("kubernetes-validate")
 
 
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Manifest]]:
     """What each overlay makes with keys of its own."""
+    if not kustomize():
+        pytest.skip("kubectl and kustomize are missing: apt-get install kubernetes-client")
     place = tmp_path_factory.mktemp("kubernetes") / "copy"
     shutil.copytree(KUBERNETES, place, ignore=shutil.ignore_patterns(MADE))
     for overlay, nodes in NODES.items():
@@ -61,6 +61,21 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Manifes
         assert made.returncode == 0, made.stderr
     found = {overlay: render(place, overlay) for overlay in NODES}
     return found | {EVERYTHING: render(place, "hosts", components=True)}
+
+
+@pytest.fixture(params=[*NODES, EVERYTHING])
+def overlay(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def manifests(rendered: dict[str, list[Manifest]], overlay: str) -> list[Manifest]:
+    return rendered[overlay]
+
+
+@pytest.fixture
+def configs(manifests: list[Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configs:
+    return _configs(manifests, tmp_path, monkeypatch)
 
 
 @cache
@@ -79,8 +94,8 @@ def _matches(selector: Manifest, labels: dict[str, str]) -> bool:
     return given.items() <= labels.items() and all(labels.get(each["key"]) in each["values"] for each in within)
 
 
-def _configs(manifests: list[Manifest], place: Path, patch: pytest.MonkeyPatch) -> list[tuple[Pod, Manifest, Any]]:
-    found: list[tuple[Pod, Manifest, Any]] = []
+def _configs(manifests: list[Manifest], place: Path, patch: pytest.MonkeyPatch) -> Configs:
+    found: Configs = []
     for pod in pods(manifests):
         root = Root(place / pod.name, pod, manifests)
         root.initialise()
@@ -121,14 +136,8 @@ def test_every_variable_of_ours_is_a_setting_of_its_container() -> None:
     assert seen > 30
 
 
-@needs_kustomize
-@pytest.mark.parametrize("overlay", [*NODES, EVERYTHING])
-def test_each_container_starts_a_daemon_with_its_own_name_key_and_ports(
-    rendered: dict[str, list[Manifest]], overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifests = rendered[overlay]
+def test_each_container_starts_a_daemon_with_its_own_name_key_and_ports(configs: Configs, overlay: str) -> None:
     listed = {node.partition("=")[0] for node in NODES[overlay if overlay in NODES else "hosts"]}
-    configs = _configs(manifests, tmp_path, monkeypatch)
     assert {config.node for _, _, config in configs} == listed
     assert len(configs) == len(listed)
     names = {f"{pod.name}.{pod.service}" for pod, _, _ in configs}
@@ -182,23 +191,17 @@ def test_each_container_starts_a_daemon_with_its_own_name_key_and_ports(
         assert sorted(dialled) == sorted(node for node in binds if node.count("-") == 1)
 
 
-@needs_kustomize
-def test_ranks_of_a_group_meet_at_their_leader(
-    rendered: dict[str, list[Manifest]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = [config for *_, config in _configs(rendered["groups"], tmp_path, monkeypatch) if config.role == "decode"]
+@pytest.mark.parametrize("overlay", ["groups"])
+def test_ranks_of_a_group_meet_at_their_leader(configs: Configs) -> None:
+    found = [config for *_, config in configs if config.role == "decode"]
     leader, follower = found
     assert [(each.leads, each.tp_rank, each.tp_size) for each in found] == [(True, 0, 2), (False, 1, 2)]
     assert leader.group == "10.0.0.7:7301"
     assert follower.group == f"{KeyPair.read(leader.key).public}@decode-0.decode:7301"
 
 
-@needs_kustomize
-@pytest.mark.parametrize("overlay", [*NODES, EVERYTHING])
-def test_probes_ask_where_the_daemon_answers_and_a_drain_fits_the_grace_period(
-    rendered: dict[str, list[Manifest]], overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for pod, container, config in _configs(rendered[overlay], tmp_path, monkeypatch):
+def test_probes_ask_where_the_daemon_answers_and_a_drain_fits_the_grace_period(configs: Configs) -> None:
+    for pod, container, config in configs:
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         paths = {"startupProbe": "/live", "readinessProbe": "/health", "livenessProbe": "/live"}
         for probe, path in paths.items():
@@ -212,11 +215,9 @@ def test_probes_ask_where_the_daemon_answers_and_a_drain_fits_the_grace_period(
         assert drain_s + ROOM_S <= pod.spec["terminationGracePeriodSeconds"]
 
 
-@needs_kustomize
-@pytest.mark.parametrize("overlay", [*NODES, EVERYTHING])
-def test_no_pod_has_more_rights_than_it_needs(rendered: dict[str, list[Manifest]], overlay: str) -> None:
+def test_no_pod_has_more_rights_than_it_needs(manifests: list[Manifest]) -> None:
     [user] = set(re.findall(r"useradd --uid (\d+)", (REPO / "Dockerfile").read_text()))
-    for pod in pods(rendered[overlay]):
+    for pod in pods(manifests):
         assert pod.spec["automountServiceAccountToken"] is False
         assert pod.spec["enableServiceLinks"] is False
         assert pod.spec["securityContext"] == {
@@ -241,12 +242,8 @@ def test_no_pod_has_more_rights_than_it_needs(rendered: dict[str, list[Manifest]
             assert each["subPathExpr"].endswith(".pub")
 
 
-@needs_kustomize
-@pytest.mark.parametrize("overlay", [*NODES, EVERYTHING])
-def test_selectors_services_and_disruption_budgets_name_pods_that_there_are(
-    rendered: dict[str, list[Manifest]], overlay: str
-) -> None:
-    manifests, found = rendered[overlay], pods(rendered[overlay])
+def test_selectors_services_and_disruption_budgets_name_pods_that_there_are(manifests: list[Manifest]) -> None:
+    found = pods(manifests)
     services = {each["metadata"]["name"]: each for each in _kind(manifests, "Service")}
     assert {pod.service for pod in found} <= services.keys()
     for name, service in services.items():
@@ -291,13 +288,10 @@ def _admitted(manifests: list[Manifest], source: dict[str, str], target: Pod, po
     return False
 
 
-@needs_kustomize
 @pytest.mark.parametrize("overlay", ["hosts", "groups"])
 def test_policies_admit_to_each_port_who_needs_it_and_nobody_else(
-    rendered: dict[str, list[Manifest]], overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    manifests: list[Manifest], configs: Configs, overlay: str
 ) -> None:
-    manifests = rendered[overlay]
-    configs = _configs(manifests, tmp_path, monkeypatch)
     of_role = {config.role: pod for pod, _, config in configs}
     sources: dict[str, tuple[dict[str, str], str]] = {
         role: (pod.labels, "pdtransfer") for role, pod in of_role.items()
@@ -326,12 +320,11 @@ def test_policies_admit_to_each_port_who_needs_it_and_nobody_else(
             assert admitted == who, (pod.name, port)
 
 
-@needs_kustomize
+@pytest.mark.parametrize("overlay", [EVERYTHING])
 def test_components_change_what_they_are_for(
-    rendered: dict[str, list[Manifest]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rendered: dict[str, list[Manifest]], configs: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(COMPONENTS) == {"admin", "cards", "hugepages", "monitor", "tls"}
-    configs = _configs(rendered[EVERYTHING], tmp_path, monkeypatch)
     for pod, container, config in configs:
         if isinstance(config, RouterConfig):
             assert (config.admin, config.tls_cert is not None) == ("127.0.0.1:8001", True)
@@ -374,13 +367,9 @@ def test_a_node_without_a_role_or_an_endpoint_is_refused_before_anything_is_made
     assert not (tmp_path / "secrets").exists()
 
 
-@needs_kustomize
 @pytest.mark.skipif(VALIDATE is None, reason="kubernetes-validate is missing: pip install kubernetes-validate")
-@pytest.mark.parametrize("overlay", [*NODES, EVERYTHING])
-def test_manifests_have_the_schemas_of_kubernetes(
-    rendered: dict[str, list[Manifest]], overlay: str, tmp_path: Path
-) -> None:
-    own = [each for each in rendered[overlay] if each["apiVersion"].rpartition("/")[0] not in OF_OTHERS]
+def test_manifests_have_the_schemas_of_kubernetes(manifests: list[Manifest], tmp_path: Path) -> None:
+    own = [each for each in manifests if each["apiVersion"].rpartition("/")[0] not in OF_OTHERS]
     file = tmp_path / "all.yaml"
     file.write_text(yaml.safe_dump_all(own))
     ran = subprocess.run([str(VALIDATE), "--strict", file], capture_output=True, text=True, timeout=120, check=False)

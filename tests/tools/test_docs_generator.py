@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from pdtransfer.limits import Limits
-from pdtransfer.serve.commands.settings_sources import COMMANDS
 from tools import docs_generator
 
 ROOT = Path(docs_generator.__file__).parent.parent
@@ -45,45 +42,6 @@ def test_a_page_without_a_place_for_its_table_is_left_alone(docs: Path) -> None:
     page.write_text(page.read_text().replace("<!-- The end", "<!-- end"))
     with pytest.raises(SystemExit, match=r"sglang\.md: has no place for a table"):
         docs_generator.main([f"--root={docs}"])
-
-
-def section(page: str, title: str) -> str:
-    return page.partition(f"## {title}\n")[2].partition("\n## ")[0]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_field_of_a_command_has_a_row(command: str) -> None:
-    rows = section(docs_generator.flags_page(), f"pdtransfer {command}")
-    for field in fields(docs_generator.settings_of(command)):
-        if field.name != "limits":
-            flag, key = f"`--{field.name.replace('_', '-')}`", f"`{field.name}`"
-            (row,) = re.findall(
-                rf"^\| {flag}[ ,].* `PDTRANSFER_{field.name.upper()}` \| {key} \| .*$", rows, re.MULTILINE
-            )
-            assert re.search(r"\| [^|]*\w[^|]* \|$", row), row
-
-
-def test_every_limit_has_a_row_with_its_reason() -> None:
-    rows = section(docs_generator.flags_page(), "Limits")
-    for field in fields(Limits):
-        assert re.search(rf"\| `PDTRANSFER_LIMITS_{field.name.upper()}` \| `limits\.{field.name}` \| .+ \| \w", rows)
-
-
-@pytest.mark.parametrize(
-    ("title", "metric", "kind", "labels"),
-    [
-        ("Prefill", "pdtransfer_rooms_ended_total", "counter", "`reason`"),
-        ("Prefill", "pdtransfer_copy_seconds", "histogram", ""),
-        ("Decode", "pdtransfer_slots", "gauge", "`component`, `memory`"),
-        ("Decode", "pdtransfer_sessions", "gauge", "`state`"),
-        ("Decode", "pdtransfer_retracts_total", "counter", ""),
-        ("Router", "pdtransfer_requests_total", "counter", "`status`, `model`"),
-        ("Router", "pdtransfer_worker_usable", "gauge", "`peer`, `role`"),
-    ],
-)
-def test_a_metric_has_its_type_and_labels(title: str, metric: str, kind: str, labels: str) -> None:
-    rows = section((ROOT / "docs" / "metrics.md").read_text(), title)
-    assert re.search(rf"^\| `{metric}` \| {kind} \| {labels} \| \w.* \|$", rows, re.MULTILINE)
 
 
 def test_every_metric_that_the_code_names_has_a_row() -> None:

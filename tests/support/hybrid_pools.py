@@ -21,10 +21,10 @@ PARTS = {
 }  # fmt: skip
 
 
-def layers_of(name: str, ratios: Sequence[int] = RATIOS) -> list[int]:
+def layers_of(name: str) -> list[int]:
     """Which layers have this component."""
     wanted = {"window": (0, 4, 128), "c128": (128,), "c128_state": (128,)}.get(name, (4,))
-    return [layer for layer, ratio in enumerate(ratios) if ratio in wanted]
+    return [layer for layer, ratio in enumerate(RATIOS) if ratio in wanted]
 
 
 class Pools:
@@ -59,11 +59,11 @@ class Pools:
         self.by_name[name].land(self.salted(name, source_slots), target_slots)
 
 
-def pools_of(host_layout: str, *, tokens: int, requests: int, page_tokens: int = 256, granular: bool = False) -> Pools:
+def pools_of(host_layout: str, *, tokens: int, requests: int, granular: bool = False) -> Pools:
     """The pools of a DeepSeek V4; `granular`: of pages of one row, without padding but to 8 bytes."""
     align = 8 if granular else 576
     components = deepseek_v4(
         host_layout, ratios=RATIOS, tokens=tokens, requests=requests, window_tokens=WINDOW, page_align=align,
-        page_tokens=1 if granular else page_tokens, window_page_size=1 if granular else 64,
+        page_tokens=1 if granular else 256, window_page_size=1 if granular else 64,
     )  # fmt: skip
     return Pools(host_layout, components, align)

@@ -66,8 +66,8 @@ def by_tensors(source: Tensors, target: Tensors, source_slots: Any, target_slots
     return after.memory
 
 
-def tensors(name: str, model: Model, page_size: int, pages: int, *, content: bool, base: int = 0) -> Tensors:
-    made = Tensors(name=name, model=model, page_size=page_size, slots=pages * page_size, base=base)
+def tensors(name: str, model: Model, page_size: int, pages: int, *, content: bool) -> Tensors:
+    made = Tensors(name=name, model=model, page_size=page_size, slots=pages * page_size)
     if content:
         made.fill(np.arange(made.slots) + 1_000)
     return made

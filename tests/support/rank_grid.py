@@ -30,6 +30,7 @@ from pdtransfer.wire import Identity, Ranks, Reach
 from tests.support.client_pair import Expected
 from tests.support.layout_tensors import Model, Pool
 
+SLOTS = 64  # of each pool
 JUNK = 1 << 20  # from here on are the contents of slots that no room has
 
 
@@ -102,21 +103,20 @@ class Grid:
         decode: tuple[int, int],
         layouts: tuple[str, str] = ("layer_first", "page_first"),
         page_sizes: tuple[int, int] = (4, 1),
-        slots: int = 64,
         shuffle: random.Random,
     ) -> None:
         self.parts, self.shuffle, self.now = {part.name: part for part in parts}, shuffle, 0.0
-        self.prefill = [self._rank("prefill", at, prefill, layouts[0], page_sizes[0], slots) for at in each_of(prefill)]
-        self.decode = [self._rank("decode", at, decode, layouts[1], page_sizes[1], slots) for at in each_of(decode)]
+        self.prefill = [self._rank("prefill", at, prefill, layouts[0], page_sizes[0]) for at in each_of(prefill)]
+        self.decode = [self._rank("decode", at, decode, layouts[1], page_sizes[1]) for at in each_of(decode)]
         self._by_name = {rank.name: rank for rank in (*self.prefill, *self.decode)}
         self._maps: dict[int, tuple[Component, ...]] = {}
         self._due: list[Any] = []
         self.written: dict[str, int] = {}  # bytes by decode rank
         self.senders: dict[str, set[str]] = {}  # by decode rank
 
-    def _rank(self, role: Any, at: int, size: tuple[int, int], layout: str, page_size: int, slots: int) -> Rank:
+    def _rank(self, role: Any, at: int, size: tuple[int, int], layout: str, page_size: int) -> Rank:
         held = {part.name: part.places(*size)[at] for part in self.parts.values()}
-        pools = {name: self.parts[name].pool(place, layout, page_size, slots) for name, place in held.items()}
+        pools = {name: self.parts[name].pool(place, layout, page_size, SLOTS) for name, place in held.items()}
         components = {name: self.parts[name].component(pool) for name, pool in pools.items()}
         ranks = next(iter(held.values())).ranks
         own, name = tuple(components.values()), f"{role[0]}{at}"

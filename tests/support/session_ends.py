@@ -163,8 +163,8 @@ class DecodeEnd(CoreAndClock):
         rows = sum(part.rows for part in grant.parts)
         return self.receive(Landed(grant.session, grant.grant, rows * LAYERS * ROW, aux, checksum), peer=peer)
 
-    def verified(self, grant: Grant, checksum: int, detail: str = "") -> list[Any]:
-        return self.core.settled(grant.session, grant.grant, checksum, detail, self.now)
+    def verified(self, grant: Grant, checksum: int) -> list[Any]:
+        return self.core.settled(grant.session, grant.grant, checksum, "", self.now)
 
     @property
     def free(self) -> list[int]:
@@ -175,9 +175,9 @@ class DecodeEnd(CoreAndClock):
 class PrefillEnd(CoreAndClock):
     """A PrefillSessions whose decode ranks are played by the test."""
 
-    def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
         self.now = 0.0
-        self.components = components(slots, 4, page_first=False)
+        self.components = components(SLOTS, 4, page_first=False)
         self.me = identity("p0", "prefill", 9, window=limits.window)
         self.core = PrefillSessions(self.me, self.components, limits)
 
@@ -249,9 +249,9 @@ def moved(component: Component, memory: str, *, by: int, slots: int = SLOTS) -> 
     return msgspec.structs.replace(component, memory=memory, layout=Layout(layout.planes, layout.page_size, slots))
 
 
-def twins(page: int = 1) -> tuple[Component, ...]:
+def twins() -> tuple[Component, ...]:
     """A kv in DRAM, c4 of either kind of room, and behind both a smaller kv in HBM."""
-    kv, c4 = components(SLOTS, page, page_first=True)
+    kv, c4 = components(SLOTS, 1, page_first=True)
     return kv, c4, moved(kv, "hbm", by=c4.layout.end, slots=DENSE_SLOTS)
 
 

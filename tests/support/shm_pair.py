@@ -80,22 +80,22 @@ def component(layout: Layout, name: str = "latent", **fields: object) -> Compone
     return Component(name=name, layout=layout, **given)  # type: ignore[arg-type]
 
 
-def layer_first(slots: int = SLOTS, layers: int = LAYERS, base: int = 0) -> Layout:
+def layer_first(slots: int = SLOTS, base: int = 0) -> Layout:
     return Layout(
         tuple(
             Plane(index, "latent", "uint8", 0, 1, base + index * slots * ROW, PAGE * ROW, ROW, ROW)
-            for index in range(layers)
+            for index in range(LAYERS)
         ),
         PAGE,
         slots,
     )
 
 
-def page_first(slots: int = SLOTS, layers: int = LAYERS, first_layer: int = 0) -> Layout:
-    item = layers * ROW
+def page_first(slots: int = SLOTS, first_layer: int = 0) -> Layout:
+    item = LAYERS * ROW
     return Layout(
         tuple(
-            Plane(first_layer + index, "latent", "uint8", 0, 1, index * ROW, item, item, ROW) for index in range(layers)
+            Plane(first_layer + index, "latent", "uint8", 0, 1, index * ROW, item, item, ROW) for index in range(LAYERS)
         ),
         1,
         slots,

@@ -100,12 +100,12 @@ def stream_of(url: str, path: str, body: dict[str, Any]) -> list[Any]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def vllm_server(model: Path, log: Path, *options: str, transfer: dict[str, Any], dtype: str = "float32") -> HttpProcess:
+def vllm_server(model: Path, log: Path, *options: str, transfer: dict[str, Any]) -> HttpProcess:
     """`vllm serve`, which serves the model as "m"; `transfer` is its kv_transfer_config."""
     port = free_port()
     command = [
         PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "m", "--host", "127.0.0.1",
-        "--port", str(port), "--dtype", dtype, "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8",
+        "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8",
         "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(KV_BYTES), "--no-enable-prefix-caching",
         "--kv-transfer-config", json.dumps(transfer), *options,
     ]  # fmt: skip

@@ -102,3 +102,13 @@ def test_each_mutant_of_a_tree_meets_its_tests(
     lived = next(name for name, kept in report.items() if kept["status"] == "lived")
     assert f"{lived}, line 3" in capsys.readouterr().out
     assert (tmp_path / "pdtransfer/clamp.py").read_text() == TREE["pdtransfer/clamp.py"]
+
+
+def test_files_of_no_set_are_asked_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("def f(x):\n    return x < 1\n")
+    monkeypatch.setattr(mutants_main, "_ROOT", tmp_path)
+    assert mutants_main.main(["a.py", "b.py", "--list", "--tests=tests"]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == {"a.py", "b.py"}

@@ -91,33 +91,6 @@ def test_a_stranger_with_only_the_schema_refuses_what_breaks_frame_or_fields():
             assert caught.value.field == vector["field"], vector["name"]
 
 
-def test_a_meaning_of_several_lines_stands_in_the_tables_whole():
-    begin, reach = messages.MESSAGES[13], STRUCTS["Reach"]
-    meanings = {field["name"]: field["meaning"] for field in [*begin["fields"], *reach["fields"]]}
-    assert meanings["peers"].startswith("To decode: endpoints")
-    assert meanings["peers"].endswith("by their nodes' names.")
-    assert meanings["hbm_handle"].startswith("Offsets [hbm_base")
-    for table in [*SCHEMA["messages"], *SCHEMA["structs"]]:
-        for text in [table["meaning"], *(field["meaning"] for field in table["fields"])]:
-            assert text, table["name"]
-            assert not text.endswith((" at", " who", ",")), (table["name"], text)
-
-
-def test_a_default_that_is_empty_is_no_blank_in_the_tables():
-    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
-    blank = {line.split(" | ")[1].strip("`") for line in rows if re.match(r"\| \d+ \| `\w+` \| [^|]+ \|  \|", line)}
-    optional = {
-        field["name"] for table in [*SCHEMA["messages"], *SCHEMA["structs"]] for field in table["fields"]
-        if "default" in field
-    }  # fmt: skip
-    required = {
-        field["name"] for table in [*SCHEMA["messages"], *SCHEMA["structs"]] for field in table["fields"]
-        if "default" not in field
-    }  # fmt: skip
-    assert blank - required == set()
-    assert blank >= required - optional
-
-
 def test_every_message_has_a_vector_and_every_default_one_absent_and_one_present():
     found = messages.vectors("valid")
     lengths = {}  # message, or struct within it -> how many fields were present

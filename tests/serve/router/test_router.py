@@ -171,64 +171,40 @@ BAD = [
     (b'{"prompt": "a", "tools": "' + b"x" * 9_000 + b'"}', "tools", "not supported"),
 ]
 
+IMAGE = b'{"type": "image_url", "image_url": {"url": "x"}}'
+OF_USER, OF_ONE = b'{"messages": [{"role": "user", "content": "x"}], %b}', b'{"messages": [{%b}]}'
 BAD_CHATS = [
     (b"{}", "messages", "missing"),
     (b'{"messages": []}', "messages", ">= 1"),
     (b'{"messages": "hi"}', "messages", "str"),
-    (
-        b'{"messages": [' + b'{"role": "user", "content": ""},' * 4_096 + b'{"role": "user", "content": ""}]}',
-        "messages",
-        "4096",
-    ),
+    (OF_ONE % b"},{".join([b'"role": "user", "content": ""'] * 4_097), "messages", "4096"),
     (b'{"messages": [{"role": "user", "content": ""}, {"role": "user"}]}', "messages[1].content", "missing"),
-    (b'{"messages": [{"content": "x"}]}', "messages[0].role", "missing"),
-    (b'{"messages": [{"role": "critic", "content": "x"}]}', "messages[0].role", "critic"),
+    (OF_ONE % b'"content": "x"', "messages[0].role", "missing"),
+    (OF_ONE % b'"role": "critic", "content": "x"', "messages[0].role", "critic"),
     *(
-        (b'{"messages": [{"role": "%s", "content": null}]}' % role, "messages[0].content", "missing")
+        (OF_ONE % b'"role": "%s", "content": null' % role, "messages[0].content", "missing")
         for role in (b"developer", b"system", b"user", b"assistant", b"tool")
     ),
-    (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content", "int"),
-    (
-        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
-        "messages[0].content[0].type",
-        "image_url",
-    ),
-    (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "messages[0].content[0].text", "missing"),
-    (
-        b'{"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}',
-        "messages[0].tool_calls[0].type",
-        "missing",
-    ),
-    (b'{"messages": [{"role": "user", "content": "", "tool_calls": 1e999}]}', "messages[0].tool_calls", "out of range"),
-    (b'{"messages": [{"role": "assistant", "audio": {"id": "x"}}]}', "messages[0].audio", "not supported"),
-    *(
-        (b'{"messages": [{"role": "user", "content": "x"}], "%s": 16777216}' % field.encode(), field, "total limit")
-        for field in ("max_tokens", "max_completion_tokens")
-    ),
-    (b'{"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}', "max_completion_tokens", ">= 1"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}', "top_logprobs", "logprobs"),
-    (
-        b'{"messages": [{"role": "user", "content": "x"}], "logprobs": true, "top_logprobs": 21}',
-        "top_logprobs",
-        "<= 20",
-    ),
-    (b'{"messages": [{"role": "user", "content": "x"}], "logprobs": 2}', "logprobs", "int"),
-    (
-        b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}',
-        "response_format",
-        "not",
-    ),
-    (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}', "tools", "not supported"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', "tool_choice", "not supported"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]}', "functions", "not supported"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "audio": {"voice": "x"}}', "audio", "not supported"),
-    (
-        b'{"messages": [{"role": "user", "content": "x"}], "modalities": ["text", "audio"]}',
-        "modalities",
-        "not supported",
-    ),
-    (b'{"messages": [{"role": "user", "content": "x"}], "echo": true}', "echo", "not supported"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "use_beam_search": 1}', "use_beam_search", "not supported"),
+    (OF_ONE % b'"role": "user", "content": 5', "messages[0].content", "int"),
+    (OF_ONE % b'"role": "user", "content": [%b]' % IMAGE, "messages[0].content[0].type", "image_url"),
+    (OF_ONE % b'"role": "user", "content": [{"type": "text"}]', "messages[0].content[0].text", "missing"),
+    (OF_ONE % b'"role": "assistant", "tool_calls": [{"id": "x"}]', "messages[0].tool_calls[0].type", "missing"),
+    (OF_ONE % b'"role": "user", "content": "", "tool_calls": 1e999', "messages[0].tool_calls", "out of range"),
+    (OF_ONE % b'"role": "assistant", "audio": {"id": "x"}', "messages[0].audio", "not supported"),
+    (OF_USER % b'"max_tokens": 16777216', "max_tokens", "total limit"),
+    (OF_USER % b'"max_completion_tokens": 16777216', "max_completion_tokens", "total limit"),
+    (OF_USER % b'"max_completion_tokens": 0', "max_completion_tokens", ">= 1"),
+    (OF_USER % b'"top_logprobs": 2', "top_logprobs", "logprobs"),
+    (OF_USER % b'"logprobs": true, "top_logprobs": 21', "top_logprobs", "<= 20"),
+    (OF_USER % b'"logprobs": 2', "logprobs", "int"),
+    (OF_USER % b'"response_format": {"type": "json_object"}', "response_format", "not"),
+    (OF_USER % b'"tools": [{"type": "function"}]', "tools", "not supported"),
+    (OF_USER % b'"tool_choice": "required"', "tool_choice", "not supported"),
+    (OF_USER % b'"functions": [{"name": "f"}]', "functions", "not supported"),
+    (OF_USER % b'"audio": {"voice": "x"}', "audio", "not supported"),
+    (OF_USER % b'"modalities": ["text", "audio"]', "modalities", "not supported"),
+    (OF_USER % b'"echo": true', "echo", "not supported"),
+    (OF_USER % b'"use_beam_search": 1', "use_beam_search", "not supported"),
 ]
 
 

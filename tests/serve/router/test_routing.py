@@ -27,7 +27,7 @@ from pdtransfer.handoff.peers import Send
 from pdtransfer.handoff.slot_allocator import extents_of
 from pdtransfer.limits import AHEAD_PING, PROMPT_BYTES_MAX, Limits
 from pdtransfer.serve.router.backends.daemons import worker_pool
-from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, Finish, Retry, RoomReport
+from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, Finish, Retry, RoomReport, WorkerChanged
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.router.backends.daemons.workers import Worker, obstacle, worker_status
@@ -320,11 +320,16 @@ def test_an_answer_behind_a_prompt_of_the_greatest_length_is_kept_while_a_prompt
         assert [each.ids for each in emitted if isinstance(each, Emit)] == [[22]]
 
 
-def test_what_keeps_a_worker_from_being_reached_is_its_reason() -> None:
-    router = Router().meet()
+def test_what_keeps_a_worker_from_being_reached_is_its_reason_once() -> None:
+    router, p0 = Router().meet(), PEERS["p0"]
     router.receive(Goodbye(1, "shutdown"), peer=PEERS["d0"])
-    reasons = router.core.workers.why_not(lambda peer: f"nothing listens at {peer}")
-    assert reasons["node:d0"] == "node:d0 sent Goodbye (shutdown); nothing listens at node:d0"
+    router.core.gone(p0, "nothing listens there", router.now)
+    assert WorkerChanged in [type(each) for each in router.tick(LIMITS.silence_ms / 1e3)]
+    reasons = router.core.workers.why_not(lambda _: "nothing listens there")
+    assert reasons["node:d0"] == "node:d0 sent Goodbye (shutdown); nothing listens there"
+    assert (
+        reasons[p0] == router.core.workers.by_peer[p0].why == f"{p0} has been silent for 1000 ms: nothing listens there"
+    )
 
 
 def test_the_reasons_of_a_large_fleet_take_no_look_at_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,9 +330,7 @@ class PrefillNode:
                 raise TransportError("an earlier session of the same id has not ended yet")
             record = self.core.sessions.get(effect.session)
             peer = record.peer if record is not None else ""
-            bytes_ready = await self.transport.map(
-                effect.session, effect.reach, effect.components, mapped, landing=effect.landing, peer=peer
-            )
+            bytes_ready = await self.transport.map(effect, mapped, peer=peer)
         except PDTransferError as error:
             log.warning("session %#x: %s", effect.session, error)
             self.bus.detach(effect.session)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ..handoff.effects import Outcome, Write
+from ..handoff.effects import Map, Outcome, Write
 from ..handoff.slot_allocator import Extents
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
@@ -38,17 +38,8 @@ Components = tuple[Component, ...]
 class WriterTransport(Protocol):
     """The prefill side. Everything here is called on the loop's thread and never blocks it."""
 
-    async def map(
-        self,
-        session: int,
-        reach: Reach,
-        components: tuple[Component, ...],
-        more: Ready = lambda _: None,
-        *,
-        landing: tuple[Component, ...] | None = None,
-    ) -> int:
-        """Maps the arena that `reach` names; returns how many of its first bytes are ready. `landing`: the components
-        as a writer that does not reach HBM writes them, where that is not as others do.
+    async def map(self, order: Map, more: Ready = lambda _: None) -> int:
+        """Maps the arena that the order's `reach` names; returns how many of its first bytes are ready.
 
         Calls `more` on the loop's thread whenever more are ready, until all are or the session is unmapped. Raises
         TransportError where the arena cannot be reached, LayoutMismatchError where a component is of another model,

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from ..bus.keys import Address, is_loopback
 from ..errors import ConfigError, TransportError, WorldError
-from ..handoff.effects import Outcome, Write
+from ..handoff.effects import Map, Outcome, Write
 from ..handoff.events import Spans
 from ..handoff.slot_allocator import Extents
 from ..layout.layout import Component
@@ -229,18 +229,10 @@ class PrefillTransports(_NodeTransports[WriterTransport]):
         except WorldError as error:
             log.warning("the GPU cannot copy rows: %s", error)
 
-    async def map(
-        self,
-        session: int,
-        reach: Reach,
-        components: tuple[Component, ...],
-        more: Ready = lambda _: None,
-        *,
-        landing: tuple[Component, ...] | None = None,
-        peer: str = "",
-    ) -> int:
-        """As WriterTransport.map, with the transport that `reach` names; `peer` has offered it."""
-        if (name := reach.transport) not in self.taken:
+    async def map(self, order: Map, more: Ready = lambda _: None, *, peer: str = "") -> int:
+        """As WriterTransport.map, with the transport that its `reach` names; `peer` has offered it."""
+        session = order.session
+        if (name := order.reach.transport) not in self.taken:
             text = f"Register.reach.transport: {name!r}, this node takes {', '.join(self.taken)}"
             raise TransportError(f"{text}: set transport alike on both, or install {name} here")
         if self._closing:
@@ -251,7 +243,7 @@ class PrefillTransports(_NodeTransports[WriterTransport]):
         if self._guard is not None and TRANSPORTS[name].listens_everywhere:
             self._guard.expect(session, peer)
         try:
-            bytes_ready = await transport.map(session, reach, components, more, landing=landing)
+            bytes_ready = await transport.map(order, more)
         except BaseException:
             self._forget(session)
             raise

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtransfer.handoff.effects import Outcome, Write
+from pdtransfer.handoff.effects import Map, Outcome, Write
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.gpu_launcher import WriterGpu
@@ -154,7 +154,7 @@ class Pair:
         self.checksums: dict[int, int] = {}
 
     async def map(self, session: int = WRITER) -> int:
-        return await self.writer.map(session, await self.owner.offer(session), (component(self.target),))
+        return await self.writer.map(Map(session, await self.owner.offer(session), (component(self.target),)))
 
     def write(
         self,

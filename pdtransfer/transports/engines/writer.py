@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...errors import TransportError, WorldError
-from ...handoff.effects import Outcome, Write
+from ...handoff.effects import Map, Outcome, Write
 from ...handoff.slot_allocator import Extents
 from ...layout.checksum import Lines
 from ...layout.layout import Component
@@ -146,19 +146,12 @@ class EngineWriter:
         self._ending: set[EngineSession] = set()  # unmapped, but not gone
         self._closing = False
 
-    async def map(
-        self,
-        session: int,
-        reach: Reach,
-        components: tuple[Component, ...],
-        more: Ready = lambda _: None,  # noqa: ARG002
-        *,
-        landing: tuple[Component, ...] | None = None,
-    ) -> int:
+    async def map(self, order: Map, more: Ready = lambda _: None) -> int:  # noqa: ARG002
         """As WriterTransport. All is ready at once, since decode grants only what it has backed."""
+        session, reach = order.session, order.reach
         assert session not in self._sessions, f"session {session:#x} is mapped already"
         targets, hbm = targets_of(reach), hbm_address(reach)
-        components = components if hbm else landing or components
+        components = order.components if hbm else order.landing or order.components
         pairings = paired(self._components, components, reach, hbm_direct=bool(hbm))
         if self._closing:
             raise TransportError("this writer is closing")

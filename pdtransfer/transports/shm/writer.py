@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from ...errors import PDTransferError, TransportError, WorldError
-from ...handoff.effects import Outcome, Write
+from ...handoff.effects import Map, Outcome, Write
 from ...handoff.sharing import facing
 from ...handoff.slot_allocator import Extents, extents_of
 from ...kernels.pools import Pool
@@ -129,16 +129,9 @@ class ShmWriter:
         self._closing = False
         self._unmapped = asyncio.Event()
 
-    async def map(
-        self,
-        session: int,
-        reach: Reach,
-        components: tuple[Component, ...],
-        more: Ready = lambda _: None,
-        *,
-        landing: tuple[Component, ...] | None = None,
-    ) -> int:
+    async def map(self, order: Map, more: Ready = lambda _: None) -> int:
         """As WriterTransport. What is ready was backed by the arena's owner."""
+        session, reach = order.session, order.reach
         if session in self._sessions:  # its peer may have gone and come again while its arena is still being entered
             raise TransportError(f"session {session:#x} is mapped already")
         if self._closing:
@@ -146,7 +139,7 @@ class ShmWriter:
         mapped = self._sessions[session] = _Session(reach)
         try:
             fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, keep_line=self._keep_line)
-            attached = self._apart.submit(self._attach, fd, reach, components, landing or components)
+            attached = self._apart.submit(self._attach, fd, order)
             try:
                 arena = await asyncio.shield(asyncio.wrap_future(attached))
             except asyncio.CancelledError:
@@ -200,10 +193,9 @@ class ShmWriter:
             mapped.entering -= 1
             self._leave(session, mapped)
 
-    def _attach(
-        self, fd: int, reach: Reach, components: tuple[Component, ...], landing: tuple[Component, ...]
-    ) -> _WritableArena:
+    def _attach(self, fd: int, order: Map) -> _WritableArena:
         """In a worker thread."""
+        reach, components = order.reach, order.components
         with ExitStack() as undo:
             undo.callback(os.close, fd)
             mapping = map_received(fd, reach.arena_bytes)
@@ -212,7 +204,7 @@ class ShmWriter:
             hbm = self._opened(reach) if any(component.memory == "hbm" for component in components) else None
             if hbm is not None:
                 undo.callback(hbm.close)
-            components = landing if hbm is None else components
+            components = order.landing if hbm is None and order.landing else components
             pairings = paired(self._components, components, reach, hbm_direct=hbm is not None)
             ends = [component.layout.end for component in components if component.memory != "hbm"]
             needed = mapping.byte_count  # where HBM is written directly, without a staging buffer in the arena

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtransfer.errors import TransportError
-from pdtransfer.handoff.effects import Outcome, Write
+from pdtransfer.handoff.effects import Map, Outcome, Write
 from pdtransfer.handoff.sharing import pair_share
 from pdtransfer.handoff.slot_allocator import Extents
 from pdtransfer.kernels import checksum_copy, numpy_copy
@@ -111,18 +111,11 @@ class FakeWriter:
         """Writes that have not ended, oldest first within a session; those with an unknown outcome too."""
         return [each for mapped in self._sessions.values() for each in mapped.pending]
 
-    async def map(
-        self,
-        session: int,
-        reach: Reach,
-        components: tuple[Component, ...],
-        more: Ready = lambda _: None,
-        *,
-        landing: tuple[Component, ...] | None = None,
-    ) -> int:
+    async def map(self, order: Map, more: Ready = lambda _: None) -> int:
         """Takes the whole arena."""
+        session, components = order.session, order.components
         assert session not in self._sessions
-        self._arena.take(session, reach.token, self)
+        self._arena.take(session, order.reach.token, self)
         pairings = tuple(pair_share(self._components[each.name].layout, each.layout) for each in components)
         self._sessions[session] = _Mapped(components, pairings)
         return len(self._arena.memory)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtransfer.handoff.effects import Outcome, Write
+from pdtransfer.handoff.effects import Map, Outcome, Write
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.engines.arena import EngineArena
@@ -49,7 +49,7 @@ class Both:
     ended: dict[int, tuple[Outcome, str]]
 
     async def map(self, session: int = SESSION) -> None:
-        await self.writer.map(session, await self.owner.offer(session), (self.target,))
+        await self.writer.map(Map(session, await self.owner.offer(session), (self.target,)))
 
     def write(self, grant: int, first: int, end: int, session: int = SESSION) -> None:
         slots = np.arange(first, end)

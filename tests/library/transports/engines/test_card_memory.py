@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.errors import TransportError
-from pdtransfer.handoff.effects import Outcome, Write
+from pdtransfer.handoff.effects import Map, Outcome, Write
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.cuda_ipc import Handle
@@ -80,7 +80,7 @@ class CardPair(FarPair):
     async def map(self) -> None:
         theirs = in_hbm(self.wanted)
         landing = component(Pool(name="page_first", model=self.wanted.model, page_size=8, slots=STAGED))
-        await self.writer.map(SESSION, await self.owner.offer(SESSION), (theirs,), landing=(landing,))
+        await self.writer.map(Map(SESSION, await self.owner.offer(SESSION), (theirs,), (landing,)))
 
     @property
     def in_card(self) -> bool:
@@ -258,7 +258,7 @@ async def test_a_session_that_has_ended_while_the_card_was_tried_out_gets_no_pro
     async with card_pair() as it:
         offering = asyncio.create_task(it.owner.offer(SESSION + 1))
         reach = await it.owner.offer(SESSION)
-        mapping = asyncio.create_task(it.writer.map(SESSION, reach, (in_hbm(it.wanted),)))
+        mapping = asyncio.create_task(it.writer.map(Map(SESSION, reach, (in_hbm(it.wanted),))))
         await asyncio.sleep(0)
         it.writer.unmap(SESSION)
         with pytest.raises(TransportError):

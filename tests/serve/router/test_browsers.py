@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from pdtransfer.serve.router.fleet.admin import AdminApi
 from pdtransfer.serve.router.fleet.membership import Membership
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.serve.router.client_keys import A, bearer, written
-from tests.serve.router.router_site import Site, site
+from tests.serve.router.router_site import Site
 from tests.support.vllm_servers import ServerSite, server_site
 
 PATH = "/v1/completions"
@@ -45,86 +43,76 @@ def generated(site: Site | ServerSite) -> int:
     return len(site.decode[0].begun if isinstance(site, Site) else site.decode[0].seen)
 
 
-@asynccontextmanager
-async def of_engine(engine: str, **more: object) -> AsyncIterator[Site | ServerSite]:
-    async with (server_site if engine == "vllm" else site)(**more) as it:
-        yield it
+@pytest.mark.given(keys="")
+async def test_a_page_of_another_site_makes_nothing_generate(either: Site | ServerSite) -> None:
+    evidence = [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Origin": "https://evil.example", "Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors"},
+        {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"},
+        {"Sec_Fetch_Site": "what"},
+    ]
+    for each in evidence:
+        for kind in (*SAFE_LISTED, "application/json"):
+            headers = {"Authorization": STORED, "Content_Type": kind} | each
+            status, answer = await fetch(either.url, "POST", PATH, BODY, **headers)
+            assert status == 403, (headers, answer)
+            assert "another site" in json.loads(answer)["error"]["message"]
+        assert (await fetch(either.url, "OPTIONS", PATH, Authorization=STORED, **each))[0] == 403
+    for kind in FORMS:  # as old browsers send a form, without any evidence
+        status, _ = await fetch(either.url, "POST", PATH, BODY, Authorization=STORED, Content_Type=kind)
+        assert status == 415, kind
+    assert generated(either) == 0
 
 
-@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
-async def test_a_page_of_another_site_makes_nothing_generate(engine: str, tmp_path: Path) -> None:
-    async with of_engine(engine, api_keys=written(tmp_path / "keys", A)) as it:
-        evidence = [
-            {"Origin": "https://evil.example"},
-            {"Origin": "null"},
-            {"Origin": "http://127.0.0.1:1"},
-            {"Origin": "https://evil.example", "Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors"},
-            {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"},
-            {"Sec_Fetch_Site": "what"},
-        ]
-        for each in evidence:
-            for kind in (*SAFE_LISTED, "application/json"):
-                headers = {"Authorization": STORED, "Content_Type": kind} | each
-                status, answer = await fetch(it.url, "POST", PATH, BODY, **headers)
-                assert status == 403, (headers, answer)
-                assert "another site" in json.loads(answer)["error"]["message"]
-            assert (await fetch(it.url, "OPTIONS", PATH, Authorization=STORED, **each))[0] == 403
-        for kind in FORMS:  # as old browsers send a form, without any evidence
-            status, _ = await fetch(it.url, "POST", PATH, BODY, Authorization=STORED, Content_Type=kind)
-            assert status == 415, kind
-        assert generated(it) == 0
-
-
-@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
-async def test_other_clients_send_what_they_like_and_pages_of_this_router_json(engine: str) -> None:
-    async with of_engine(engine) as it:
-        kinds = [
-            "application/x-www-form-urlencoded",
-            "",
-            "application/json; charset=utf-8",
-            "application/octet-stream",
-        ]
-        for kind in kinds:  # the first is curl's
-            assert (await fetch(it.url, "POST", PATH, BODY, Content_Type=kind))[0] == 200
-        own = it.url.removeprefix("http://")
-        pages = [
-            {"Origin": it.url},
-            {"Origin": f"https://{own}"},
-            {"Origin": it.url, "Sec_Fetch_Site": "same-origin"},
-        ]
-        for page in pages:
-            assert (await fetch(it.url, "POST", PATH, BODY, Content_Type="application/json", **page))[0] == 200
-            assert (await fetch(it.url, "POST", PATH, BODY, Content_Type="text/x", **page))[0] == 415
-            assert (await fetch(it.url, "POST", PATH, BODY, **page))[0] == 415
-        assert generated(it) == 7
+async def test_other_clients_send_what_they_like_and_pages_of_this_router_json(either: Site | ServerSite) -> None:
+    kinds = [
+        "application/x-www-form-urlencoded",
+        "",
+        "application/json; charset=utf-8",
+        "application/octet-stream",
+    ]
+    for kind in kinds:  # the first is curl's
+        assert (await fetch(either.url, "POST", PATH, BODY, Content_Type=kind))[0] == 200
+    own = either.url.removeprefix("http://")
+    pages = [
+        {"Origin": either.url},
+        {"Origin": f"https://{own}"},
+        {"Origin": either.url, "Sec_Fetch_Site": "same-origin"},
+    ]
+    for page in pages:
+        assert (await fetch(either.url, "POST", PATH, BODY, Content_Type="application/json", **page))[0] == 200
+        assert (await fetch(either.url, "POST", PATH, BODY, Content_Type="text/x", **page))[0] == 415
+        assert (await fetch(either.url, "POST", PATH, BODY, **page))[0] == 415
+    assert generated(either) == 7
 
 
 PATHS = ["/", "/status", "/health", "/live", "/metrics", "/v1/models", "/none"]
 
 
-@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
-async def test_by_a_name_that_is_not_its_own_nothing_is_read(engine: str) -> None:
-    async with of_engine(engine, allowed_hosts=("api.example", "*.inner.example")) as it:
-        for host in (
-            "evil.example",
-            "evil.example:80",
-            "localhost.evil.example",
-            "inner.example",
-            "[",
-            "a@127.0.0.1",
-        ):
-            for path in PATHS:
-                status, answer = await fetch(it.url, "GET", path, Host=host, Sec_Fetch_Site="same-origin")
-                assert status == 403, (host, path)
-                assert b"is not a name of this server" in answer
-        names = ["localhost", "LOCALHOST:1", "a.localhost", "127.0.0.1", "[::1]:80", "10.1.2.3", "api.example:443"]
-        for host in (*names, "API.example.", "b.inner.example"):
-            assert (await fetch(it.url, "GET", "/live", Host=host))[0] == 200, host
-        cross = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "script"}
-        assert {(await fetch(it.url, "GET", path, **cross))[0] for path in PATHS} == {403}
-        link = cross | {"Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
-        assert (await fetch(it.url, "GET", "/", **link))[0] == 200, "a link to the status page"
-        assert (await fetch(it.url, "GET", "/", **link | {"Sec_Fetch_Dest": "iframe"}))[0] == 403
+@pytest.mark.given(allowed_hosts=("api.example", "*.inner.example"))
+async def test_by_a_name_that_is_not_its_own_nothing_is_read(either: Site | ServerSite) -> None:
+    for host in (
+        "evil.example",
+        "evil.example:80",
+        "localhost.evil.example",
+        "inner.example",
+        "[",
+        "a@127.0.0.1",
+    ):
+        for path in PATHS:
+            status, answer = await fetch(either.url, "GET", path, Host=host, Sec_Fetch_Site="same-origin")
+            assert status == 403, (host, path)
+            assert b"is not a name of this server" in answer
+    names = ["localhost", "LOCALHOST:1", "a.localhost", "127.0.0.1", "[::1]:80", "10.1.2.3", "api.example:443"]
+    for host in (*names, "API.example.", "b.inner.example"):
+        assert (await fetch(either.url, "GET", "/live", Host=host))[0] == 200, host
+    cross = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "script"}
+    assert {(await fetch(either.url, "GET", path, **cross))[0] for path in PATHS} == {403}
+    link = cross | {"Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
+    assert (await fetch(either.url, "GET", "/", **link))[0] == 200, "a link to the status page"
+    assert (await fetch(either.url, "GET", "/", **link | {"Sec_Fetch_Dest": "iframe"}))[0] == 403
 
 
 async def test_two_hosts_in_one_request_must_both_be_its_own(site: Site) -> None:
@@ -160,17 +148,20 @@ def test_an_allowed_host_is_a_name(host: str) -> None:
 # Who may see what
 
 
-@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
-async def test_with_keys_only_a_client_with_one_sees_names_in_health(engine: str, tmp_path: Path) -> None:
-    async with of_engine(engine, api_keys=written(tmp_path / "keys", A)) as it:
-        for headers in ({}, bearer("x" * 30), {"Authorization": STORED[:-4]}):
-            assert await fetch(it.url, "GET", "/health", **headers) == (200, b'{"ready":true}')
-        for headers in (bearer(A), {"Authorization": STORED}):
-            health = json.loads((await fetch(it.url, "GET", "/health", **headers))[1])
-            assert len(health["servers" if engine == "vllm" else "workers"]) == 2
-    async with of_engine(engine) as it:
-        health = json.loads((await fetch(it.url, "GET", "/health"))[1])
-        assert len(health["servers" if engine == "vllm" else "workers"]) == 2, "without keys, everybody"
+def named(site: Site | ServerSite, health: bytes) -> int:
+    return len(json.loads(health)["servers" if isinstance(site, ServerSite) else "workers"])
+
+
+@pytest.mark.given(keys="")
+async def test_with_keys_only_a_client_with_one_sees_names_in_health(either: Site | ServerSite) -> None:
+    for headers in ({}, bearer("x" * 30), {"Authorization": STORED[:-4]}):
+        assert await fetch(either.url, "GET", "/health", **headers) == (200, b'{"ready":true}')
+    for headers in (bearer(A), {"Authorization": STORED}):
+        assert named(either, (await fetch(either.url, "GET", "/health", **headers))[1]) == 2
+
+
+async def test_without_keys_everybody_sees_names_in_health(either: Site | ServerSite) -> None:
+    assert named(either, (await fetch(either.url, "GET", "/health"))[1]) == 2
 
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

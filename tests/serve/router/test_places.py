@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +14,8 @@ from pdtransfer.serve.router.front import openai_http
 from pdtransfer.serve.router.front.api_keys import ApiKeys
 from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from pdtransfer.serve.router.front.key_limits import ApiKey
-from tests.serve.router.client_keys import A, bearer, written
-from tests.serve.router.router_site import LIMITS, Site, site
+from tests.serve.router.client_keys import A, bearer
+from tests.serve.router.router_site import LIMITS, Site
 from tests.support.vllm_servers import ServerSite, server_site
 from tests.support.waiting import until
 
@@ -46,37 +44,28 @@ async def ask(site: Site | ServerSite, body: dict | bytes, path: str = PATH) -> 
         return response.status, await response.json(content_type=None)
 
 
-@asynccontextmanager
-async def of_engine(engine: str, directory: Path, limits: str) -> AsyncIterator[Site | ServerSite]:
-    keys = written(directory / "keys", f"{A} a {limits}")
-    async with (server_site if engine == "vllm" else site)(api_keys=keys) as it:
-        yield it
+@pytest.mark.given(keys="open=4")
+async def test_a_keys_open_answers_are_its_choices_and_the_prompts_of_its_lists(either: Site | ServerSite) -> None:
+    for more in ({"n": 5}, {"prompt": ["a"] * 5}, {"prompt": [[1], [2], [3]], "n": 2}, {"n": 256}):
+        status, answer = await ask(either, {"prompt": "a", "max_tokens": 1} | more)
+        assert (status, answer["error"]["param"]) == (400, "n"), more
+    assert key_of(either).open_count == 0
+    either.decode[0].gate.clear()
+    three = asyncio.create_task(ask(either, {"prompt": ["a", "b", "c"], "max_tokens": 1}))
+    await until(lambda: key_of(either).open_count == 3)
+    assert (await ask(either, {"prompt": "a", "n": 2, "max_tokens": 1}))[0] == 429
+    task = asyncio.create_task(ask(either, {"prompt": "a", "max_tokens": 1}))
+    await until(lambda: key_of(either).open_count == 4)
+    either.decode[0].gate.set()
+    assert [(await each)[0] for each in (three, task)] == [200, 200]
+    assert key_of(either).open_count == 0
 
 
-@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
-async def test_a_keys_open_answers_are_its_choices_and_the_prompts_of_its_lists(engine: str, tmp_path: Path) -> None:
-    async with of_engine(engine, tmp_path, "open=4") as it:
-        for more in ({"n": 5}, {"prompt": ["a"] * 5}, {"prompt": [[1], [2], [3]], "n": 2}, {"n": 256}):
-            status, answer = await ask(it, {"prompt": "a", "max_tokens": 1} | more)
-            assert (status, answer["error"]["param"]) == (400, "n"), more
-        assert key_of(it).open_count == 0
-        it.decode[0].gate.clear()
-        three = asyncio.create_task(ask(it, {"prompt": ["a", "b", "c"], "max_tokens": 1}))
-        await until(lambda: key_of(it).open_count == 3)
-        assert (await ask(it, {"prompt": "a", "n": 2, "max_tokens": 1}))[0] == 429
-        task = asyncio.create_task(ask(it, {"prompt": "a", "max_tokens": 1}))
-        await until(lambda: key_of(it).open_count == 4)
-        it.decode[0].gate.set()
-        assert [(await each)[0] for each in (three, task)] == [200, 200]
-        assert key_of(it).open_count == 0
-
-
-@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
-async def test_a_keys_rate_is_of_answers(engine: str, tmp_path: Path) -> None:
-    async with of_engine(engine, tmp_path, "rate=0.001") as it:
-        assert (await ask(it, {"prompt": ["a"] * 3, "max_tokens": 1}))[0] == 200
-        assert -2.0 <= key_of(it).tokens < -1.9
-        assert (await ask(it, {"prompt": "a", "max_tokens": 1}))[0] == 429
+@pytest.mark.given(keys="rate=0.001")
+async def test_a_keys_rate_is_of_answers(either: Site | ServerSite) -> None:
+    assert (await ask(either, {"prompt": ["a"] * 3, "max_tokens": 1}))[0] == 200
+    assert -2.0 <= key_of(either).tokens < -1.9
+    assert (await ask(either, {"prompt": "a", "max_tokens": 1}))[0] == 429
 
 
 def test_a_request_of_many_answers_takes_them_from_a_full_second_and_the_next_waits_for_them() -> None:
@@ -209,29 +198,27 @@ FAILURES: dict[str, Callable[[Site | ServerSite], Awaitable[None]]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
 @pytest.mark.parametrize("how", FAILURES)
-async def test_what_a_failed_request_held_comes_back(engine: str, how: str, tmp_path: Path) -> None:
-    async with of_engine(engine, tmp_path, "open=1") as it:
-        await FAILURES[how](it)
-        await until(lambda: key_of(it).open_count == 0)
-        requests = it.router.open_requests
-        await until(lambda: (requests.count, requests.prompts_bytes, requests.bodies_bytes) == (0, 0, 0))
-        if isinstance(it, ServerSite):
-            await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
-            return
-        await until(lambda: it.backend.routing.room_count == 0)
-        for each in it.backend.routing.workers.by_peer.values():
-            assert (len(each.rooms), each.prompt_tokens, each.promised_slots) == (0, 0, 0)
+@pytest.mark.given(keys="open=1")
+async def test_what_a_failed_request_held_comes_back(either: Site | ServerSite, how: str) -> None:
+    await FAILURES[how](either)
+    await until(lambda: key_of(either).open_count == 0)
+    requests = either.router.open_requests
+    await until(lambda: (requests.count, requests.prompts_bytes, requests.bodies_bytes) == (0, 0, 0))
+    if isinstance(either, ServerSite):
+        await until(lambda: not any(each.unfinished for each in either.backend.pool.all))
+        return
+    await until(lambda: either.backend.routing.room_count == 0)
+    for each in either.backend.routing.workers.by_peer.values():
+        assert (len(each.rooms), each.prompt_tokens, each.promised_slots) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
+@pytest.mark.given(keys="open=1")
 async def test_a_body_that_is_late_gives_its_place_back(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    either: Site | ServerSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai_http, "BODY_S", 0.2)
-    async with of_engine(engine, tmp_path, "open=1") as it:
-        reader, writer = await raw(it, "Content-Length: 100", b"{")
-        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
-        assert key_of(it).open_count == 0
-        writer.close()
+    reader, writer = await raw(either, "Content-Length: 100", b"{")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+    assert key_of(either).open_count == 0
+    writer.close()

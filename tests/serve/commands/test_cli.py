@@ -70,50 +70,6 @@ def run_in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["prefill", "--slotz", "3"], ["--slotz", "--slots?"]),
-        (["prefill", "--limits.windows", "3"], ["--limits.windows", "--limits.window?"]),
-        (["prefil"], ["prefil", "prefill"]),
-        (["router", "--http", "127.0.0.1:1"], ["--http.", "--listen HOST:PORT?"]),
-        (["decode", "--port=8100"], ["--port.", "--http HOST:PORT?"]),
-        (["bench", "copies"], ["copies", "copy"]),
-        (["prefill", "--slots", "many"], ["--slots", "many", "int"]),
-        (["prefill", "--huge-pages", "never"], ["--huge-pages"]),
-        (["decode", "--huge-pages", "some"], ["--huge-pages", "some", "auto", "never", "always"]),
-        (["prefill", "--slots", "64", "--slots", "128"], ["--slots", "multiple times"]),
-        (["prefill", "stray"], ["stray"]),
-        (["decode", "--page-size", "48"], ["page_size", "48", "power of two"]),
-        (["bench", "copy", "--tokens", "0"], ["--tokens", "0", ">= 1"]),
-        (["doctor", "--jsn"], ["--jsn", "--json?"]),
-        (["keygen"], ["NAME"]),
-        (["demo", "--metrics", "d0:7202"], ["metrics", "d0:7202", "--router"]),
-        (["prefill", "--no-insecure"], ["--no-insecure"]),
-        (["prefill", "--limit.window=3"], ["--limit.window.", "--limits.window?"]),
-        (["keygen", "a", "--tp=2"], ["--tp.", "--tp-size?"]),
-    ],
-)
-def test_misuse_is_one_line_that_names_the_flag_and_status_2(
-    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("pdtransfer: ")
-    assert captured.err.count("\n") == 1
-    for word in words:
-        assert word in captured.err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["router", "--slotz=3"], ["prefill", "--limits.foo=3"], ["router", "--verbose"], ["demo", "-x"]]
-)
-def test_an_option_that_is_like_none_gets_no_hint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    assert capsys.readouterr().err == f"pdtransfer: Unknown option: {arguments[1].partition('=')[0]}.\n"
-
-
-@pytest.mark.parametrize(
     ("error", "words"),
     [
         (TransportError("arena gone"), ["arena gone"]),

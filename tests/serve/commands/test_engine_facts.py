@@ -253,19 +253,6 @@ def test_a_server_that_is_not_there_is_named(site: Site, capsys: pytest.CaptureF
     assert capsys.readouterr().err == "pdtransfer: http://127.0.0.1:1 does not answer: Connection refused\n"
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        (["http://127.0.0.1:1"], "decode_url: missing: name a prefill and a decode server, or none"),
-        (["ftp://x", "http://127.0.0.1:1"], "prefill_url = 'ftp://x': must be http://host:port"),
-        (["http://127.0.0.1:1", "http://x:y"], "decode_url = 'http://x:y': must be http://host:port"),
-    ],
-)
-def test_what_is_no_url_is_misuse(given: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *given]) == 2
-    assert error in capsys.readouterr().err
-
-
 def test_any_value_in_any_field_of_a_servers_answer_is_one_line(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     """Of another type, too long, or with control characters."""
     answers: list[Any] = []

@@ -62,18 +62,6 @@ def test_a_factory_of_the_users_that_fails_is_named_and_is_no_bug_of_ours(
     assert printed.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--router", "localhost:8000"], "router = 'localhost:8000': must be the URL of a running router"),
-        (["--router", "http://h:1", "--metrics", "http://h:2"], "metrics = 'http://h:2': must be host:port"),
-    ],
-)
-def test_a_wrong_url_is_a_misuse(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *flags]) == 2
-    assert capsys.readouterr().err.startswith(f"pdtransfer: {text}")
-
-
 def test_a_hangup_without_a_file_to_read_again_ends_nothing_and_changes_nothing(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as stderr:

@@ -28,14 +28,14 @@ compose-demo: $(VENV)/.stamp
 	@tools/compose-demo
 
 # A part of the grids, seeds and examples; ARGS=--full is all of them, as in continuous integration.
-# Two cores have three workers, since a third of the time a test waits for processes, timers and peers. More than four make
-# it no faster: some tests start processes of their own.
+# Two cores have four workers, since half of the time a test waits for processes, timers and peers. More make it no faster:
+# some tests start processes of their own.
 test: $(VENV)/.stamp
-	@$(RUN) -m pytest -n $$([ "$$(nproc)" -gt 3 ] && echo 4 || echo 3) --dist worksteal $(ARGS)
+	@$(RUN) -m pytest -n 4 --dist worksteal $(ARGS)
 
 # What meets peers, and whole processes among hostile ones, under python -O: no peer may be held off by an assertion.
 test-optimized: $(VENV)/.stamp
-	@PYTHONOPTIMIZE=1 $(RUN) -m pytest -n $$([ "$$(nproc)" -gt 3 ] && echo 4 || echo 3) --dist worksteal \
+	@PYTHONOPTIMIZE=1 $(RUN) -m pytest -n 4 --dist worksteal \
 	    tests/library/wire tests/library/bus tests/library/client tests/serve/worker tests/library/handoff/test_hostile.py tests/library/handoff/test_scenarios.py tests/library/handoff/decode tests/library/handoff/prefill \
 	    tests/serve/integration/test_hostile.py tests/serve/integration/test_keys.py $(ARGS)
 

@@ -4,6 +4,7 @@ said at the end of a run."""
 from __future__ import annotations
 
 import ctypes
+import gc
 import inspect
 import logging
 import logging.handlers
@@ -29,6 +30,7 @@ from tests.support.effort import (
     VARIABLE,
     Effort,
     chosen,
+    dealt,
     expects_assertion,
     is_in_part,
 )
@@ -50,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test is imported: their counts are read then, and torch reads how many threads it may have."""
+    gc.disable()  # what is collected stays
     for effort in Effort:
         if config.getoption(effort):
             os.environ[VARIABLE] = effort
@@ -90,10 +93,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             keep = chosen() is Effort.FULL or is_in_part(item)
         if keep:
             kept.append(item)
-    left_out = [item for item in items if item not in set(kept)]
-    if left_out and len(items) > 1:  # one that is named is run
-        config.hook.pytest_deselected(items=left_out)
+    if len(items) > len(kept) and len(items) > 1:  # one that is named is run
+        left_out = set(items).difference(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = kept
+    if workers := getattr(config, "workerinput", {}).get("workercount"):
+        items[:] = dealt(items, workers)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

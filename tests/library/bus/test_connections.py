@@ -154,3 +154,33 @@ def test_who_gets_no_place_back_has_no_name_either() -> None:
         with pytest.raises(TurnedAwayError, match="the limit is 1"):
             greet(connections, OLD, 0.2)
     assert connections.named("d") is None
+
+
+def test_unnamed_connections_evict_each_other_and_never_a_named_one() -> None:
+    connections = Connections(BusLimits(named_max=4, unnamed_max=8))
+    greet(connections, route(0), 0.0)
+    assert len(connections) == 1
+    for number in range(1, 1_000):
+        connections.find(route(number), "", 0.0)
+    assert len(connections) == 1 + 8
+    assert routes_of(connections, "d") == [route(0)]
+    assert connections.find(route(0), "", 0.0).name == "d"
+
+
+def test_a_full_table_refuses_new_names_until_one_is_stale() -> None:
+    connections = Connections(BusLimits(named_max=2, stale_ms=10_000))
+    greet(connections, route(1), 0.0, "1")
+    greet(connections, route(2), 5.0, "2")
+    with pytest.raises(TurnedAwayError) as refusal:
+        greet(connections, route(3), 9.9, "3")
+    assert refusal.value.reason == "full"
+    greet(connections, route(3), 10.1, "3")
+    assert [routes_of(connections, str(n)) for n in (1, 2, 3)] == [[], [route(2)], [route(3)]]
+
+
+def test_superseded_connections_are_bounded_too() -> None:
+    connections = Connections(BusLimits(named_max=4, unnamed_max=8))
+    for number in range(100):
+        greet(connections, route(number), 0.0)
+    assert len(connections) <= 1 + 8
+    assert routes_of(connections, "d") == [route(99)]

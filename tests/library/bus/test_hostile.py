@@ -15,7 +15,6 @@ import pytest
 import zmq
 
 from pdtransfer.bus import BusLimits, sockets
-from pdtransfer.bus.connections import Connections, TurnedAwayError
 from pdtransfer.bus.keys import AllowList
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
@@ -613,44 +612,6 @@ async def test_a_frame_replayed_on_its_connection_closes_it() -> None:
         await until(lambda: not dialled_by(decode_node.bus)[peer].connected)
         await decode_node.ping(peer, 3)  # on a new connection
         assert [message for _, message in prefill.received].count(Ping(2)) == 1
-
-
-def route(number: int) -> bytes:
-    return b"\0" + number.to_bytes(4, "big")
-
-
-def named(connections: Connections, number: int, now: float) -> None:
-    connections.introduce(connections.find(route(number), "", now), f"node:{number}", number, now)
-
-
-def test_unnamed_connections_evict_each_other_and_never_a_named_one() -> None:
-    connections = Connections(BusLimits(named_max=4, unnamed_max=8))
-    named(connections, 0, 0.0)
-    assert len(connections) == 1
-    for number in range(1, 1_000):
-        connections.find(route(number), "", 0.0)
-    assert len(connections) == 1 + 8
-    assert routes_of(connections, "node:0") == [route(0)]
-    assert connections.find(route(0), "", 0.0).name == "node:0"
-
-
-def test_a_full_table_refuses_new_names_until_one_is_stale() -> None:
-    connections = Connections(BusLimits(named_max=2, stale_ms=10_000))
-    named(connections, 1, 0.0)
-    named(connections, 2, 5.0)
-    with pytest.raises(TurnedAwayError) as refusal:
-        named(connections, 3, 9.9)
-    assert refusal.value.reason == "full"
-    named(connections, 3, 10.1)
-    assert [routes_of(connections, f"node:{n}") for n in (1, 2, 3)] == [[], [route(2)], [route(3)]]
-
-
-def test_superseded_connections_are_bounded_too() -> None:
-    connections = Connections(BusLimits(named_max=4, unnamed_max=8))
-    for number in range(100):
-        connections.introduce(connections.find(route(number), "", 0.0), "node:d", number, 0.0)
-    assert len(connections) <= 1 + 8
-    assert routes_of(connections, "node:d") == [route(99)]
 
 
 def test_a_frame_whose_connection_has_ended_has_none() -> None:

@@ -15,9 +15,7 @@ from pdtransfer.handoff.effects import Offer, PeerRefused, SessionLost
 from pdtransfer.limits import AHEAD_MAX
 from pdtransfer.wire import Goodbye, Grant, Hello, Pong, Registered, Reject, Withdrawn
 from tests.library.sim.pools import LAYERS, ROW
-from tests.support.session_ends import LIMITS, P2, REACH, SLOTS, DecodeEnd, P, failure, kv_bytes, of, sent
-
-ALL_FREE = [SLOTS, SLOTS]
+from tests.support.session_ends import LIMITS, P2, REACH, DecodeEnd, P, failure, kv_bytes, of, sent
 
 
 @pytest.fixture

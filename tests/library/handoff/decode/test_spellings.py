@@ -27,10 +27,6 @@ def known(end: DecodeEnd, name: str = ALIAS) -> list[Any]:
     return end.receive(end.welcome(), peer=name)
 
 
-def sent_to(effects: list[Any]) -> list[str]:
-    return [effect.peer for effect in effects if isinstance(effect, fx.Send)]
-
-
 def test_equal_nodes_of_different_keys_or_incarnations_are_different_peers() -> None:
     key, other = ("a" * 40 + "@tcp://p0", "b" * 40 + "@tcp://p0")
     end = end_of()

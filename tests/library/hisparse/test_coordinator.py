@@ -35,59 +35,10 @@ def coordinator() -> Coordinator:
     return Coordinator(CAPACITY)
 
 
-def test_a_long_request_gets_hot_places_and_one_for_the_newest_token(coordinator: Coordinator) -> None:
-    placement = running(coordinator, 1, tokens=20, growth=4)
-    assert placement.device_slots.dtype == np.int64
-    assert len(set(placement.device_slots.tolist())) == 8 + 1
-    assert (placement.preload, placement.tokens) == (False, 20)
-    assert free(coordinator) == (76, 1, 11)
-
-
-def test_a_short_request_gets_a_place_for_each_token_that_it_may_ever_have(coordinator: Coordinator) -> None:
-    placement = running(coordinator, 1, tokens=3, growth=2)
-    assert (len(placement.device_slots), placement.preload) == (5 + 1, True)
-    assert free(coordinator) == (95, 1, 14)
-
-
 @pytest.mark.parametrize(("tokens", "preload"), [(8, True), (9, False)])
 def test_a_prompt_is_preloaded_where_it_fits_the_buffer_whatever_it_grows_to(tokens: int, preload: bool) -> None:
     placement = running(Coordinator(CAPACITY), 1, tokens=tokens, growth=10)
     assert (len(placement.device_slots), placement.preload) == (9, preload)
-
-
-def test_two_requests_share_no_row_and_no_device_slot(coordinator: Coordinator) -> None:
-    one, two = running(coordinator, 1), running(coordinator, 2)
-    assert one.row != two.row
-    assert not set(one.device_slots.tolist()) & set(two.device_slots.tolist())
-
-
-def test_without_a_free_row_nothing_is_taken() -> None:
-    coordinator = Coordinator(Capacity(rows=1, logical_tokens=100, device_slots=20, hot=8))
-    running(coordinator, 1)
-    assert coordinator.alloc_logical_only(2, tokens=5, growth=0)
-    before = free(coordinator)
-    assert coordinator.admit_direct(2, host(5)) is None
-    assert (free(coordinator), coordinator.state(2)) == (before, R.WAITING)
-
-
-def test_without_device_slots_nothing_is_taken() -> None:
-    coordinator = Coordinator(Capacity(rows=2, logical_tokens=100, device_slots=17, hot=8))
-    running(coordinator, 1)
-    assert coordinator.alloc_logical_only(2, tokens=20, growth=0)
-    before = free(coordinator)
-    assert coordinator.admit_direct(2, host(20)) is None
-    assert free(coordinator) == before == (56, 1, 8)
-
-
-def test_logical_tokens_are_reserved_before_anything_has_landed(coordinator: Coordinator) -> None:
-    assert coordinator.alloc_logical_only(1, tokens=60, growth=10)
-    assert not coordinator.alloc_logical_only(2, tokens=30, growth=1)
-    assert coordinator.state(2) is None
-    assert coordinator.alloc_logical_only(3, tokens=30, growth=0)
-    assert free(coordinator) == (0, 2, 20)
-    coordinator.retract(1, drop=True)
-    assert coordinator.collect() == [], "it never had host slots"
-    assert coordinator.alloc_logical_only(2, tokens=30, growth=1)
 
 
 @pytest.mark.parametrize(
@@ -176,79 +127,6 @@ def test_a_readmitted_request_reads_where_it_has_landed(coordinator: Coordinator
     with pytest.raises(LocalProtocolError, match="request 1 has landed in other host slots"):
         coordinator.admit_direct(1, host(24, 500))
     assert coordinator.admit_direct(1, host(24, 0)) is not None
-
-
-def test_nothing_of_a_finished_request_comes_back_before_its_event() -> None:
-    coordinator, event = Coordinator(CAPACITY), Switch()
-    running(coordinator, 1)
-    coordinator.finish(1, after=event)
-    assert coordinator.collect() == []
-    assert free(coordinator) == (76, 1, 11)
-    event.fired = True
-    assert coordinator.collect() == [1]
-    assert free(coordinator) == EMPTY
-    assert coordinator.collect() == []
-
-
-def test_a_finished_request_waits_forevery_backup_of_a_newest_token() -> None:
-    coordinator, backups = Coordinator(CAPACITY), [Switch(), Switch(), Switch()]
-    running(coordinator, 1)
-    for backup in backups:
-        coordinator.grow(1, after=backup)
-    coordinator.finish(1)
-    for backup in reversed(backups):
-        assert coordinator.collect() == []
-        backup.fired = True
-    assert coordinator.collect() == [1]
-
-
-def test_a_row_that_was_retracted_is_nobodys_before_its_event_nor_its_own() -> None:
-    coordinator, event = Coordinator(Capacity(rows=1, logical_tokens=100, device_slots=9, hot=8)), Switch()
-    running(coordinator, 1)
-    coordinator.retract(1, after=event)
-    assert coordinator.alloc_logical_only(2, tokens=20, growth=0)
-    for _ in range(2):
-        coordinator.collect()
-        assert coordinator.admit_direct(2, host(20)) is None
-        assert coordinator.admit_direct(1) is None
-    event.fired = True
-    assert coordinator.admit_direct(2) is None, "collect() takes it back, nothing else does"
-    coordinator.collect()
-    assert coordinator.admit_direct(2) is not None
-
-
-def test_a_request_dropped_while_it_is_still_read_waits_for_the_event_of_its_retract() -> None:
-    coordinator, event = Coordinator(CAPACITY), Switch()
-    running(coordinator, 1)
-    coordinator.retract(1, after=event)
-    coordinator.retract(1, drop=True)
-    assert coordinator.collect() == []
-    event.fired = True
-    assert coordinator.collect() == [1]
-    assert coordinator.is_idle
-
-
-def test_a_hold_keeps_what_a_waiting_request_has() -> None:
-    coordinator, event = Coordinator(CAPACITY), Switch()
-    assert coordinator.alloc_logical_only(1, tokens=5, growth=0)
-    coordinator.land(1, host(5))
-    coordinator.hold(1, after=event)
-    assert coordinator.admit_direct(1) is None
-    coordinator.retract(1, drop=True)
-    assert coordinator.collect() == []
-    event.fired = True
-    assert coordinator.collect() == [1]
-
-
-def test_a_late_event_of_an_end_that_is_reported_again_counts() -> None:
-    coordinator, first, second = Coordinator(CAPACITY), Switch(), Switch()
-    running(coordinator, 1)
-    coordinator.finish(1, after=first)
-    coordinator.retract(1, after=second)
-    first.fired = True
-    assert coordinator.collect() == []
-    second.fired = True
-    assert coordinator.collect() == [1]
 
 
 def test_an_event_that_cannot_be_asked_gives_nothing_back_and_loses_nothing() -> None:
@@ -376,20 +254,6 @@ def test_a_number_is_not_used_for_another_request(coordinator: Coordinator) -> N
     coordinator.finish(1)
     with pytest.raises(LocalProtocolError, match="request 1 is finished"):
         coordinator.alloc_logical_only(1, tokens=20, growth=4)
-
-
-def test_idle_means_that_all_of_it_is_back() -> None:
-    coordinator, event = Coordinator(CAPACITY), Switch()
-    assert coordinator.is_idle
-    assert coordinator.alloc_logical_only(1, tokens=20, growth=4)
-    assert not coordinator.is_idle
-    assert coordinator.admit_direct(1, host(24)) is not None
-    coordinator.finish(1, after=event)
-    assert not coordinator.is_idle
-    event.fired = True
-    assert not coordinator.is_idle, "not before it was collected"
-    coordinator.collect()
-    assert coordinator.is_idle
 
 
 @pytest.mark.parametrize("leak", ["_rows", "_device", "logical_free"])

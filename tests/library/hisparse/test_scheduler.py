@@ -12,7 +12,7 @@ from pdtransfer.hisparse.coordinator import Capacity, Coordinator
 from pdtransfer.hisparse.scheduler import POLICIES, Policy, Scheduler, SparseTurn
 from pdtransfer.hisparse.states import SparseRequest
 from pdtransfer.limits import Limits
-from tests.library.hisparse.hisparse_events import Switch, host
+from tests.library.hisparse.hisparse_events import host
 
 LIMITS = Limits(hisparse_queue_max=4, hisparse_wait_steps=2, hisparse_quantum_steps=3)
 CAPACITY = Capacity(rows=2, logical_tokens=1_000, device_slots=100, hot=8)
@@ -30,11 +30,11 @@ def placed(turn: SparseTurn) -> list[int]:
     return [placement.request for placement in turn.place]
 
 
-def step(queue: Scheduler, *, after: Switch | None = None) -> SparseTurn:
+def step(queue: Scheduler) -> SparseTurn:
     """As an engine: what next() asks for, then a step of all that run. Says what it asked for at last."""
     turn = queue.next(0.0)
     for request in turn.retract:
-        queue.retract(request, after=after)
+        queue.retract(request)
     queue.stepped(queue.coordinator.running)
     return turn
 
@@ -44,53 +44,11 @@ def queue() -> Scheduler:
     return scheduler()
 
 
-def test_requests_are_placed_in_the_order_in_which_they_came(queue: Scheduler) -> None:
-    for request in (5, 3, 4):
-        offer(queue, request)
-    assert placed(queue.next(0.0)) == [5, 3]
-    queue.ended(5)
-    assert placed(queue.next(0.0)) == [4]
-
-
-def test_a_large_head_is_not_overtaken_by_a_small_one_that_would_fit() -> None:
-    queue = scheduler(Capacity(rows=3, logical_tokens=1_000, device_slots=17, hot=8))
-    offer(queue, 1)
-    offer(queue, 2)
-    offer(queue, 3, tokens=2, growth=1)
-    assert placed(queue.next(0.0)) == [1]
-    queue.ended(1)
-    assert placed(queue.next(0.0)) == [2, 3]
-
-
-def test_a_head_that_has_waited_takes_the_row_of_who_had_his_quantum(queue: Scheduler) -> None:
-    for request in (1, 2):
-        offer(queue, request)
-    step(queue)
-    offer(queue, 3)
-    asked = [step(queue).retract for _ in range(3)]
-    assert asked[:2] == [[], []], "2 steps of waiting, 3 of running"
-    assert len(asked[2]) == 1
-    assert placed(queue.next(0.0)) == [3]
-
-
-def test_nobody_is_retracted_before_his_quantum() -> None:
-    queue = scheduler(limits=Limits(hisparse_wait_steps=1, hisparse_quantum_steps=7))
-    for request in (1, 2, 3):
-        offer(queue, request)
-    assert [len(step(queue).retract) for _ in range(8)] == [0] * 7 + [1]
-
-
 def test_nobody_is_retracted_while_rows_may_come_free_by_themselves() -> None:
     queue = scheduler(limits=Limits(hisparse_wait_steps=7, hisparse_quantum_steps=1))
     for request in (1, 2, 3):
         offer(queue, request)
     assert [len(step(queue).retract) for _ in range(8)] == [0] * 7 + [1]
-
-
-def test_nobody_is_retracted_where_nobody_waits(queue: Scheduler) -> None:
-    for request in (1, 2):
-        offer(queue, request)
-    assert [step(queue).retract for _ in range(20)] == [[]] * 20
 
 
 @pytest.mark.parametrize(("policy", "victim"), [("longest", 2), ("shortest", 1), ("newest", 3)])
@@ -147,60 +105,6 @@ def test_nobody_is_retracted_in_vain() -> None:
         asked.append(queue.next(0.0).retract)
         queue.stepped([])
     assert asked == [[], [], [], [2, 1]], "in the third turn, 2 had not had its quantum, and 1 alone is not enough"
-
-
-def test_who_was_retracted_goes_to_the_end_of_the_queue(queue: Scheduler) -> None:
-    for request in (1, 2, 3, 4):
-        offer(queue, request)
-    while not (asked := step(queue).retract):
-        pass
-    assert placed(queue.next(0.0)) == [3]
-    queue.ended(3)
-    assert placed(queue.next(0.0)) == [4]
-    queue.ended(4)
-    assert placed(queue.next(0.0)) == asked
-
-
-def test_the_row_of_who_was_retracted_is_free_only_after_its_event() -> None:
-    queue, event = scheduler(), Switch()
-    for request in (1, 2, 3):
-        offer(queue, request)
-    while not step(queue, after=event).retract:
-        pass
-    for _ in range(3):
-        turn = queue.next(0.0)
-        assert (placed(turn), turn.retract) == ([], []), "one row is on its way back: no second one is asked for"
-        queue.stepped(queue.coordinator.running)
-    event.fired = True
-    assert placed(queue.next(0.0)) == [3]
-
-
-@pytest.mark.parametrize("how", ["retract", "finish", "drop"])
-def test_capacity_goes_to_the_head_however_it_becomes_free(queue: Scheduler, how: str) -> None:
-    for request in (1, 2, 3):
-        offer(queue, request)
-    queue.next(0.0)
-    assert placed(queue.next(0.0)) == []
-    if how == "retract":
-        queue.retract(2)
-    else:
-        queue.ended(2, drop=how == "drop")
-    assert placed(queue.next(0.0)) == [3]
-
-
-def test_the_host_slots_of_who_ended_may_be_released_once_nothing_uses_them() -> None:
-    queue, event = scheduler(), Switch()
-    for request in (1, 2, 3):
-        offer(queue, request)
-    queue.next(0.0)
-    queue.ended(1, after=event)
-    queue.ended(3, drop=True)
-    assert queue.next(0.0).released == [3]
-    event.fired = True
-    assert queue.next(0.0).released == [1]
-    queue.ended(1)
-    queue.ended(77)
-    assert queue.next(0.0).released == []
 
 
 def test_a_full_queue_is_reported_before_anybody_is_refused(queue: Scheduler) -> None:
@@ -278,43 +182,6 @@ def test_who_waits_for_logical_tokens_does_not_hold_up_who_was_retracted() -> No
     assert queue.coordinator.state(3) is SparseRequest.WAITING
     queue.ended(4, drop=True)
     assert queue.next(0.0).released == [4], "it held nothing but host slots"
-
-
-def test_host_slots_of_a_newcomer_that_ends_wait_for_each_of_its_events() -> None:
-    queue, events = scheduler(Capacity(rows=1, logical_tokens=60, device_slots=9, hot=8)), (Switch(), Switch())
-    offer(queue, 1)
-    offer(queue, 2)
-    for event in events:
-        queue.ended(2, drop=True, after=event)
-    for event in events:
-        assert queue.next(0.0).released == []
-        assert not queue.is_idle
-        event.fired = True
-    assert queue.next(0.0).released == [2]
-
-
-def test_logical_tokens_go_to_newcomers_in_turn() -> None:
-    queue = scheduler(Capacity(rows=2, logical_tokens=100, device_slots=100, hot=8))
-    offer(queue, 1, growth=70)
-    offer(queue, 2, growth=70)
-    offer(queue, 3, tokens=1, growth=1)
-    queue.next(0.0)
-    assert queue.coordinator.state(3) is None, "the one before it waits"
-    queue.ended(2)
-    assert placed(queue.next(0.0)) == [3]
-
-
-def test_idle_is_when_nothing_waits_runs_or_comes_back() -> None:
-    queue, event = scheduler(Capacity(rows=1, logical_tokens=60, device_slots=9, hot=8)), Switch()
-    offer(queue, 1)
-    offer(queue, 2)
-    queue.next(0.0)
-    queue.ended(1, after=event)
-    queue.ended(2)
-    assert not queue.is_idle
-    event.fired = True
-    assert queue.next(0.0).released == [1, 2]
-    assert queue.is_idle
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -43,23 +43,25 @@ GENERATE, RELAYED = (
     BodyReading(read_for_servers, ServerRequest, {"engine": engine, "block_tokens": 64, "path": path})
     for engine, path in (("sglang", "/generate"), ("vllm", "/v1/chat/completions"))
 )
-HOSTILE = {
-    "nested prompts": (COMPLETION, of_size(b'{"prompt":[', b"[1],", b"[1]]}"), "prompt"),
-    "nested lists of nothing": (COMPLETION, of_size(b'{"prompt":[', b"[],", b"[]]}"), "prompt"),
-    "texts": (COMPLETION, of_size(b'{"prompt":[', b'"a",', b'"a"]}'), "prompt"),
-    "ids": (COMPLETION, of_size(b'{"prompt":[', b"1,", b"1]}"), "prompt"),
-    "deep": (COMPLETION, of_size(b'{"prompt":', b"[", b""), None),
-    "deep elsewhere": (COMPLETION, of_size(b'{"prompt":"a","x":', b'{"a":', b""), None),
-    "stops": (COMPLETION, of_size(b'{"prompt":"a","stop":[', b'"a",', b'"a"]}'), "stop"),
-    "biases": (COMPLETION, of_size(b'{"prompt":"a","logit_bias":{', b'"1":0,', b'"1025":"a"}}'), "logit_bias"),
-    "fields": (COMPLETION, of_size(b"{", b'"a":1,', b'"b":1}'), "prompt"),
-    "messages": (CHAT, of_size(b'{"messages":[', b'{"role":"user","content":""},', b"5]}"), "messages"),
-    "parts": (CHAT, of_size(b'{"messages":[{"role":"user","content":[', b"{},", b"{}]}]}"), "messages"),
-    "tokens": (DETOKENIZE, of_size(b'{"tokens":[', b"1,", b"1]}"), "tokens"),
-    "a text": (TOKENIZE, of_size(b'{"prompt":"', b"a", b'"}'), "prompt"),
-    "sampling": (GENERATE, of_size(b'{"sampling_params":[', b"[],", b"[]]}"), "sampling_params"),
-    "fields passed on": (RELAYED, b"{%s}" % b",".join(b'"%d":1' % i for i in range(800_000)), None),
-}  # fmt: skip
+
+
+def hostile() -> Iterator[tuple[str, BodyReading, bytes, str | None]]:
+    """Each is made as it is asked for: together they are too much to be kept."""
+    yield "nested prompts", COMPLETION, of_size(b'{"prompt":[', b"[1],", b"[1]]}"), "prompt"
+    yield "nested lists of nothing", COMPLETION, of_size(b'{"prompt":[', b"[],", b"[]]}"), "prompt"
+    yield "texts", COMPLETION, of_size(b'{"prompt":[', b'"a",', b'"a"]}'), "prompt"
+    yield "ids", COMPLETION, of_size(b'{"prompt":[', b"1,", b"1]}"), "prompt"
+    yield "deep", COMPLETION, of_size(b'{"prompt":', b"[", b""), None
+    yield "deep elsewhere", COMPLETION, of_size(b'{"prompt":"a","x":', b'{"a":', b""), None
+    yield "stops", COMPLETION, of_size(b'{"prompt":"a","stop":[', b'"a",', b'"a"]}'), "stop"
+    yield "biases", COMPLETION, of_size(b'{"prompt":"a","logit_bias":{', b'"1":0,', b'"1025":"a"}}'), "logit_bias"
+    yield "fields", COMPLETION, of_size(b"{", b'"a":1,', b'"b":1}'), "prompt"
+    yield "messages", CHAT, of_size(b'{"messages":[', b'{"role":"user","content":""},', b"5]}"), "messages"
+    yield "parts", CHAT, of_size(b'{"messages":[{"role":"user","content":[', b"{},", b"{}]}]}"), "messages"
+    yield "tokens", DETOKENIZE, of_size(b'{"tokens":[', b"1,", b"1]}"), "tokens"
+    yield "a text", TOKENIZE, of_size(b'{"prompt":"', b"a", b'"}'), "prompt"
+    yield "sampling", GENERATE, of_size(b'{"sampling_params":[', b"[],", b"[]]}"), "sampling_params"
+    yield "fields passed on", RELAYED, b"{%s}" % b",".join(b'"%d":1' % i for i in range(800_000)), None
 
 
 @asynccontextmanager
@@ -90,7 +92,7 @@ def read_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 async def test_no_body_of_any_shape_is_read_on_the_loop_beyond_some_kilobytes(read_here: list[int]) -> None:
     async with readers() as its:
-        for name, (reading, body, field) in HOSTILE.items():
+        for name, reading, body, field in hostile():
             assert len(body) > HTTP_BODY_BYTES_MAX * 0.9
             with pytest.raises(RefusedRequestError) as refused:
                 await its.read(reading, body, nothing)

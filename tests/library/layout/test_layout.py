@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.layout import layout_builders
 from pdtransfer.layout.layout import Component, Layout, Plane, Span, check_slots, expand_pages, slots_of_rows
-from pdtransfer.layout.layout_builders import C4_PARTS, HOST_LAYOUTS, host_layout, item_layout
+from pdtransfer.layout.layout_builders import C4_PARTS, item_layout
 from pdtransfer.limits import PLANES_MAX
 from tests.support.effort import some
 from tests.support.layout_tensors import (
     CANARY,
-    Model,
     Pool,
     c4,
     content,
-    dsa_index,
     mha,
     mla,
     models,
@@ -32,19 +30,6 @@ from tests.support.layout_tensors import (
 )
 
 bounded = settings(max_examples=some(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-# Each row of DESIGN's table, at its real shape and row bytes.
-TABLE = [
-    pytest.param(name, model, page_size, id=f"{label}-{name}-{page_size}")
-    for label, model, names, page_sizes in [
-        ("mha", mha(head_bytes=256), HOST_LAYOUTS, (1, 16)),
-        ("mla", mla(), HOST_LAYOUTS, (1, 64)),
-        ("dsa_index", dsa_index(), HOST_LAYOUTS[:3], (64,)),
-        ("c4", c4(), HOST_LAYOUTS[:3], (64,)),
-    ]
-    for name in names
-    for page_size in page_sizes
-]
 
 
 def rows_at(layout: Layout, at: int, slots: np.ndarray) -> np.ndarray:
@@ -79,33 +64,10 @@ def check_against_tensor(pool: Pool) -> None:
     np.testing.assert_array_equal(memory, through_tensor)
 
 
-@pytest.mark.parametrize(("name", "model", "page_size"), TABLE)
-def test_bytes_written_through_the_table_are_those_the_tensor_reads(name: str, model: Model, page_size: int) -> None:
-    check_against_tensor(Pool(name=name, model=model, page_size=page_size, slots=3 * page_size, base=128))
-
-
 @bounded
 @given(st.data())
 def test_any_pool_of_any_model_reads_alike_through_table_and_tensor(data: Any) -> None:
     check_against_tensor(data.draw(models().flatmap(pools)))
-
-
-def test_planes_of_each_layout_are_as_many_as_the_design_names() -> None:
-    def count(name: str, model: Model, page_size: int = 64) -> int:
-        return len(Pool(name=name, model=model, page_size=page_size, slots=128).layout.planes)
-
-    assert [count(name, mha(layers=range(5), heads=range(4))) for name in HOST_LAYOUTS] == [10, 10, 10, 40]
-    assert [count(name, mla(layers=range(5))) for name in HOST_LAYOUTS[:3]] == [5, 5, 5]
-    assert [count(name, dsa_index(layers=range(5))) for name in HOST_LAYOUTS[:3]] == [10, 10, 10]
-    assert [count(name, c4(layers=range(5))) for name in HOST_LAYOUTS[:3]] == [10, 10, 10]
-
-
-def test_kinds_of_unequal_shape_share_a_pool() -> None:
-    common = {"layers": 2, "heads": 2, "dtype": "bfloat16", "slots": 32, "page_size": 16}
-    k = host_layout("page_first", kinds=("k",), head_bytes=384, **common)
-    v = host_layout("page_first", kinds=("v",), head_bytes=256, base=k.end, **common)
-    both = Layout(k.planes + v.planes, 16, 32)
-    assert both.end == 32 * 2 * 2 * (384 + 256) == 32 * both.row_bytes
 
 
 # The algebra

@@ -16,7 +16,7 @@ from pdtransfer.layout.layout_builders import HOST_LAYOUTS
 from pdtransfer.layout.pairing import Pairing, pair
 from pdtransfer.layout.plan import Plan, plan
 from tests.support.effort import some
-from tests.support.layout_tensors import CANARY, Model, Pool, c4, content, dsa_index, mha, mla, models, pools
+from tests.support.layout_tensors import CANARY, Model, Pool, content, mha, mla, models, pools
 
 bounded = settings(max_examples=some(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -110,32 +110,6 @@ def test_pages_of_64_land_in_single_tokens(model: Model, source_name: str, targe
     assert (planned.rows, planned.bytes) == (100, 100 * source.layout.row_bytes)
     copy_byte_runs(planned, source.memory, target.memory)
     check_landed(source, target, source_slots, target_slots)
-
-
-@pytest.mark.parametrize("target_name", HOST_LAYOUTS[:3])
-@pytest.mark.parametrize("source_name", HOST_LAYOUTS[:3])
-@pytest.mark.parametrize("model", [dsa_index(), c4()], ids=["dsa_index", "c4"])
-def test_pages_that_keep_scales_apart_land_token_by_token(model: Model, source_name: str, target_name: str) -> None:
-    source = Pool(name=source_name, model=model, page_size=64, slots=256)
-    target = Pool(name=target_name, model=model, page_size=64, slots=192, base=64)
-    source.fill(5000 + np.arange(source.slots))
-    source_slots, target_slots = expand_pages([2, 0], 64, 70), np.arange(50, 120)
-    copy_byte_runs(plan(pair(source.layout, target.layout), source_slots, target_slots), source.memory, target.memory)
-    check_landed(source, target, source_slots, target_slots)
-
-
-def test_a_slice_of_layers_and_heads_moves_nothing_else() -> None:
-    model = mha(layers=range(6), heads=range(4))
-    source = Pool(name="page_first", model=model, page_size=16, slots=64)
-    target = Pool(name="page_head", model=model, page_size=16, slots=64)
-    source.fill(5000 + np.arange(64))
-    pairing = pair(source.layout.heads(1, 3), target.layout.heads(1, 3)).within_layers(2, 4)
-    slots = np.arange(10, 40)
-    copy_byte_runs(plan(pairing, slots, slots), source.memory, target.memory)
-    for kind, layer, head in model.rows():
-        rows = target.read(kind, layer, head, np.arange(64))
-        landed = (rows != CANARY).any(axis=1)
-        assert landed.tolist() == [layer in (2, 3) and head in (1, 2) and 10 <= slot < 40 for slot in range(64)]
 
 
 # Runs

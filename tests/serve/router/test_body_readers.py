@@ -24,7 +24,7 @@ from pdtransfer.serve.router.front.body_readers import BodyReaders, BodyReading,
 from pdtransfer.serve.router.front.json_bodies import Read, RefusedRequestError
 from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.wire import unpack_ids
-from tests.serve.router.router_site import site
+from tests.serve.router.router_site import Site
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import server_site
 from tests.support.waiting import until
@@ -121,20 +121,19 @@ async def test_what_another_process_reads_is_what_this_one_reads() -> None:
             assert await its.read(reading, body, nothing) == reading.read(body, BytesText()), name
 
 
-async def test_a_router_takes_bodies_of_the_largest_size(read_here: list[int]) -> None:
-    async with site() as it:
-        tokens = 524_288
-        status, answer, _ = await it.post(prompt="ab" * (tokens // 2), max_tokens=2)
-        assert (status, answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]) == (200, "ba", tokens)
-        status, answer, _ = await it.post(prompt=[[97, 98] * 6_000] * 100, max_tokens=1)
-        assert (status, len(answer["choices"])) == (200, 100)
-        assert {len(unpack_ids("", each.prompt)) for each in it.decode[0].begun[1:]} == {12_000}
-        messages = [{"role": "user", "content": "a" * 60}] * 4_000
-        status, answer, _ = await it.post("/v1/chat/completions", messages=messages, max_tokens=1)
-        assert status == 200
-        status, answer, _ = await it.post("/tokenize", prompt="a" * tokens)
-        assert (status, answer["count"]) == (200, tokens)
-        assert not read_here
+async def test_a_router_takes_bodies_of_the_largest_size(site: Site, read_here: list[int]) -> None:
+    tokens = 524_288
+    status, answer, _ = await site.post(prompt="ab" * (tokens // 2), max_tokens=2)
+    assert (status, answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]) == (200, "ba", tokens)
+    status, answer, _ = await site.post(prompt=[[97, 98] * 6_000] * 100, max_tokens=1)
+    assert (status, len(answer["choices"])) == (200, 100)
+    assert {len(unpack_ids("", each.prompt)) for each in site.decode[0].begun[1:]} == {12_000}
+    messages = [{"role": "user", "content": "a" * 60}] * 4_000
+    status, answer, _ = await site.post("/v1/chat/completions", messages=messages, max_tokens=1)
+    assert status == 200
+    status, answer, _ = await site.post("/tokenize", prompt="a" * tokens)
+    assert (status, answer["count"]) == (200, tokens)
+    assert not read_here
 
 
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
@@ -239,22 +238,21 @@ async def test_processes_are_bounded_and_end_with_their_router() -> None:
             os.kill(pid, 0)
 
 
-async def test_bodies_that_wait_to_be_read_are_bounded_together() -> None:
-    limits = Limits(room_deadline_ms=60_000)
-    async with site(limits=limits) as it:
-        process = await idle(it.router.readers)
-        frozen(process)
-        it.router.open_requests.bodies_bytes = 256 << 20
-        it.router.open_requests.bodies_bytes -= 300_000
-        body = {"prompt": "a" * 200_000, "max_tokens": 1}
-        first = asyncio.create_task(it.post(**body))
-        await until(lambda: it.router.readers.under_way)
-        for path in ("/v1/completions", "/tokenize"):
-            status, refused, _ = await it.post(path, **body)
-            assert (status, refused["error"]["code"]) == (429, "full")
-        first.cancel()
-        os.kill(process.pid, signal.SIGCONT)
-        await until(lambda: it.router.open_requests.bodies_bytes == (256 << 20) - 300_000)
+@pytest.mark.given(limits=Limits(room_deadline_ms=60_000))
+async def test_bodies_that_wait_to_be_read_are_bounded_together(site: Site) -> None:
+    process = await idle(site.router.readers)
+    frozen(process)
+    site.router.open_requests.bodies_bytes = 256 << 20
+    site.router.open_requests.bodies_bytes -= 300_000
+    body = {"prompt": "a" * 200_000, "max_tokens": 1}
+    first = asyncio.create_task(site.post(**body))
+    await until(lambda: site.router.readers.under_way)
+    for path in ("/v1/completions", "/tokenize"):
+        status, refused, _ = await site.post(path, **body)
+        assert (status, refused["error"]["code"]) == (429, "full")
+    first.cancel()
+    os.kill(process.pid, signal.SIGCONT)
+    await until(lambda: site.router.open_requests.bodies_bytes == (256 << 20) - 300_000)
 
 
 def test_another_process_knows_each_reading() -> None:

@@ -23,7 +23,7 @@ from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
 from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.wire import End, Logprobs, unpack_ids
-from tests.serve.router.router_site import LIMITS, Site, parse, site
+from tests.serve.router.router_site import LIMITS, Site, parse
 from tests.support.openai_types import checked_answer
 from tests.support.waiting import until
 
@@ -281,7 +281,7 @@ async def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None
 
 
 @pytest.mark.parametrize("chat", [False, True])
-async def test_many_logprobs_are_written_on_a_thread(chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_logprobs_are_written_on_a_thread(site: Site, chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, written = [], Answer._written
 
     def watched(self: Answer, *args):
@@ -289,11 +289,10 @@ async def test_many_logprobs_are_written_on_a_thread(chat: bool, monkeypatch: py
         return written(self, *args)
 
     monkeypatch.setattr(Answer, "_written", watched)
-    async with site() as it:
-        path, asked = (CHAT, {"messages": [{"role": "user", "content": "a"}]}) if chat else ("/v1/completions", {})
-        for count in (2, LOGPROBS_INLINE_MAX):
-            body = {"logprobs": True, "top_logprobs": 2} if chat else {"prompt": "ab", "logprobs": 2}
-            status, content, _ = await it.post(path, **asked, **body, max_tokens=count, n=2)
-            assert status == 200
-            checked_answer(content, chat=chat)
-        assert threads == [True, False]
+    path, asked = (CHAT, {"messages": [{"role": "user", "content": "a"}]}) if chat else ("/v1/completions", {})
+    for count in (2, LOGPROBS_INLINE_MAX):
+        body = {"logprobs": True, "top_logprobs": 2} if chat else {"prompt": "ab", "logprobs": 2}
+        status, content, _ = await site.post(path, **asked, **body, max_tokens=count, n=2)
+        assert status == 200
+        checked_answer(content, chat=chat)
+    assert threads == [True, False]

@@ -15,7 +15,7 @@ from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.serve.process import connection_limit, http
 from pdtransfer.serve.process.http import Health, HttpListener, application
 from pdtransfer.serve.router.front import openai_http
-from tests.serve.router.router_site import Site, site
+from tests.serve.router.router_site import Site
 from tests.support.processes import forked_descriptors
 from tests.support.waiting import until
 
@@ -196,29 +196,29 @@ async def posting(url: str, head: bytes) -> Stream:
     return stream
 
 
-async def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_arrive_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_http, "BODY_S", 0.2)
-    async with site() as it:
-        reader, writer = await posting(it.url, b'Content-Length: 100\r\n\r\n{"prompt"')
-        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
-        assert (await it.post(prompt="a", max_tokens=1))[0] == 200
-        writer.close()
+    reader, writer = await posting(site.url, b'Content-Length: 100\r\n\r\n{"prompt"')
+    assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+    assert (await site.post(prompt="a", max_tokens=1))[0] == 200
+    writer.close()
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_bodies_being_received_are_bounded_together(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_being_received_are_bounded_together(
+    site: Site, chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(openai_http, "HTTP_BODIES_BYTES_MAX", 250_000)
-    async with site() as it:
-        head = b"Transfer-Encoding: chunked\r\n\r\n20000\r\n" if chunked else b"Content-Length: 200000\r\n\r\n"
-        streams = [await posting(it.url, head + b" " * 100_000) for _ in range(2)]
-        await until(lambda: it.router.open_requests.bodies_bytes == 200_000)
-        last, _ = await posting(it.url, head + b" " * 100_000)
-        assert (await last.readline()).startswith(b"HTTP/1.1 429")
-        await until(lambda: it.router.open_requests.bodies_bytes == 200_000)
-        for _, writer in streams:
-            writer.close()
-        await until(lambda: it.router.open_requests.bodies_bytes == 0)
-        assert (await it.post(prompt="a", max_tokens=1))[0] == 200
+    head = b"Transfer-Encoding: chunked\r\n\r\n20000\r\n" if chunked else b"Content-Length: 200000\r\n\r\n"
+    streams = [await posting(site.url, head + b" " * 100_000) for _ in range(2)]
+    await until(lambda: site.router.open_requests.bodies_bytes == 200_000)
+    last, _ = await posting(site.url, head + b" " * 100_000)
+    assert (await last.readline()).startswith(b"HTTP/1.1 429")
+    await until(lambda: site.router.open_requests.bodies_bytes == 200_000)
+    for _, writer in streams:
+        writer.close()
+    await until(lambda: site.router.open_requests.bodies_bytes == 0)
+    assert (await site.post(prompt="a", max_tokens=1))[0] == 200
 
 
 @pytest.mark.parametrize("chunked", [False, True])

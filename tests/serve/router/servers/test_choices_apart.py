@@ -23,7 +23,7 @@ from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from tests.serve.router.servers.relayed import relayed
 from tests.support.sglang_servers import FakeSglang
-from tests.support.vllm_servers import LIMITS, Seen, ServerSite, server_site
+from tests.support.vllm_servers import LIMITS, Seen, ServerSite
 from tests.support.waiting import until
 
 CHATS, GENERATE = "/v1/chat/completions", "/generate"
@@ -443,16 +443,16 @@ async def test_what_is_beyond_the_bound_reaches_nobody(site: ServerSite) -> None
     assert not any(server.seen for server in site.servers)
 
 
-async def test_a_request_counts_as_its_choices() -> None:
-    async with server_site(of=SamplingSglang, limits=replace(LIMITS, rooms_max=5)) as site:
-        assert (await site.post(**asked("/v1/completions", "a")))[0] == 200
-        status, answer, _ = await site.post(**asked("/v1/completions", ["a", "b"]))
-        assert (status, answer["error"]["param"]) == (400, "n")
-        for count in (1, 4):
-            read = relayed({"prompt": "a", "n": count}, engine="sglang")
-            client = ClientRequest(node="r", path="/v1/completions", request_id="r")
-            request = site.backend.request(read, read.body, client)
-            assert (request.answers, request.kept_bytes) == (count, count * len(read.body))
+@pytest.mark.given(limits=replace(LIMITS, rooms_max=5))
+async def test_a_request_counts_as_its_choices(site: ServerSite) -> None:
+    assert (await site.post(**asked("/v1/completions", "a")))[0] == 200
+    status, answer, _ = await site.post(**asked("/v1/completions", ["a", "b"]))
+    assert (status, answer["error"]["param"]) == (400, "n")
+    for count in (1, 4):
+        read = relayed({"prompt": "a", "n": count}, engine="sglang")
+        client = ClientRequest(node="r", path="/v1/completions", request_id="r")
+        request = site.backend.request(read, read.body, client)
+        assert (request.answers, request.kept_bytes) == (count, count * len(read.body))
     assert [choice.answers for choice in choices_of({"prompt": "a", "n": 4})] == [1] * 4
 
 
@@ -572,7 +572,7 @@ def test_sglangs_own_fields_are_in_the_order_of_the_choices() -> None:
 
 @pytest.mark.parametrize(("length", "elsewhere"), [(10, False), (JOINED_INLINE_BYTES_MAX, True)])
 async def test_large_answers_are_joined_in_a_thread(
-    length: int, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+    site: ServerSite, length: int, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joins: list[bool] = []
     end = JoinedAnswers.end
@@ -582,9 +582,8 @@ async def test_large_answers_are_joined_in_a_thread(
         return end(joined)
 
     monkeypatch.setattr(JoinedAnswers, "end", seen_end)
-    async with server_site(of=SamplingSglang) as site:
-        status, answer, _ = await site.post(**asked("/v1/completions", "a" * length))
-        assert (status, [len(choice["text"]) for choice in answer["choices"]]) == (200, [length + 1] * 3)
+    status, answer, _ = await site.post(**asked("/v1/completions", "a" * length))
+    assert (status, [len(choice["text"]) for choice in answer["choices"]]) == (200, [length + 1] * 3)
     assert joins == [elsewhere]
 
 

@@ -356,18 +356,18 @@ async def test_a_decode_that_fails_is_replaced_before_its_first_byte(site: Serve
 
 
 @pytest.mark.parametrize("port", ["7000", None, 0, 2**64, [], {"x": 1}])
+@pytest.mark.given(prefill=2)
 async def test_what_a_prefill_server_returns_of_itself_is_checked_before_decode_gets_it(
-    port: object, caplog: pytest.LogCaptureFixture
+    site: ServerSite, port: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with server_site(prefill=2) as it:
-        bad, good = it.prefill
-        bad.port = port
-        it.server(good).unfinished += 1
-        status, answer, _ = await it.post()
-        assert status == 200, answer
-        as_no_field = port is None
-        assert [each.kv["remote_engine_id"] for each in it.decode[0].seen] == ["p0" if as_no_field else "p1"]
-        assert as_no_field or it.backend.metrics.retries == 1
+    bad, good = site.prefill
+    bad.port = port
+    site.server(good).unfinished += 1
+    status, answer, _ = await site.post()
+    assert status == 200, answer
+    as_no_field = port is None
+    assert [each.kv["remote_engine_id"] for each in site.decode[0].seen] == ["p0" if as_no_field else "p1"]
+    assert as_no_field or site.backend.metrics.retries == 1
     assert as_no_field or "its answer: kv_transfer_params.remote_port: " in caplog.text
 
 
@@ -622,15 +622,16 @@ async def test_closing_ends_requests_with_an_error_and_cancels_their_servers(sit
     await until(lambda: site.decode[0].seen[0].left)
 
 
-async def test_a_prefill_whose_answer_is_huge_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prefill_whose_answer_is_huge_is_not_read_to_its_end(
+    site: ServerSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 10_000)
-    async with server_site() as it:
-        it.prefill[0].pieces = ["x" * 20_000]
-        status, answer, _ = await it.post()
-        assert (status, answer["error"]["code"]) == (502, "breach")
-        assert "larger than 10000 bytes" in answer["error"]["message"]
-        it.prefill[0].pieces, it.decode[0].pieces = ["x"], ["x" * 20_000]
-        assert (await it.post())[0] == 200  # decode's is passed on, not kept
+    site.prefill[0].pieces = ["x" * 20_000]
+    status, answer, _ = await site.post()
+    assert (status, answer["error"]["code"]) == (502, "breach")
+    assert "larger than 10000 bytes" in answer["error"]["message"]
+    site.prefill[0].pieces, site.decode[0].pieces = ["x"], ["x" * 20_000]
+    assert (await site.post())[0] == 200  # decode's is passed on, not kept
 
 
 @pytest.mark.given(prefill=3, decode=3, limits=replace(LIMITS, turn_tokens_max=0))

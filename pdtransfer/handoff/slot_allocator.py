@@ -360,19 +360,18 @@ def end_of(extents: Extents) -> int:
     return int(extents.sum(1).max(initial=0))
 
 
-def slots_of(extents: Extents, *, first: int = 0, count: int | None = None) -> NDArray[np.int64]:
-    """The slots of extents in order, as int64, from the `first`-th on; `count` of them, or all."""
+def slots_of(extents: Extents, *, count: int | None = None) -> NDArray[np.int64]:
+    """The slots of extents in order, as int64: the first `count` of them, or all."""
     if len(extents) == 1:
-        start = extents.item(0) + first
-        return np.arange(start, start + (extents.item(1) - first if count is None else count), dtype=np.int64)
+        start = extents.item(0)
+        return np.arange(start, start + (extents.item(1) if count is None else count), dtype=np.int64)
     counts = extents[:, 1]
     steps = np.ones(int(counts.sum()), dtype=np.int64)
     if len(extents):
         ends = np.cumsum(counts)[:-1]
         steps[0] = extents[0, 0]
         steps[ends] = extents[1:, 0] - (extents[:-1, 0] + counts[:-1] - 1)
-    slots = np.cumsum(steps)
-    return slots[first : None if count is None else first + count]
+    return np.cumsum(steps)[:count]
 
 
 def cut(extents: Extents, *, first: int, count: int) -> Extents:
@@ -392,16 +391,7 @@ class ExtentSet:
     """Disjoint extents, which detect overlaps with new ones."""
 
     def __init__(self) -> None:
-        self._starts, self._ends = (
-            array("q"),
-            array("q"),
-        )  # both ascending, and alternating
-
-    def overlaps(self, extents: Extents) -> bool:
-        """Whether the extents overlap one another or the set."""
-        if len(extents) == 1:
-            return self.overlaps_run(extents.item(0), extents.item(1))
-        return self._with(extents) is None
+        self._starts, self._ends = array("q"), array("q")  # both ascending, and alternating
 
     def add(self, extents: Extents) -> bool:
         """Adds all of them, or none if one overlaps; returns whether they were added."""
@@ -423,7 +413,7 @@ class ExtentSet:
         return True
 
     def overlaps_run(self, start: int, count: int) -> bool:
-        """As `overlaps`, for one extent."""
+        """Whether an extent overlaps the set."""
         return self._gap(start, count) is None
 
     def remove(self, extents: Extents) -> None:

@@ -115,15 +115,11 @@ def _prove(checkpoint: Checkpoint, config: EngineConfig, whole: Tensor) -> None:
         raise ValueError(f"its logits differ by {difference:.3f} of their size from those over transformers' own cache")
 
 
-def generate_many(
-    config: EngineConfig, requests: Sequence[tuple[NDArray[np.int64], Sampling]], checkpoint: Checkpoint | None = None
-) -> list[Generation]:
+def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int64], Sampling]]) -> list[Generation]:
     """Runs requests in this process, as many at a time as fit `config.slots`, and returns outcomes in their order.
-
-    Takes `checkpoint` where it was loaded before. Raises ConfigError, and ValueError for an invalid request.
-    """
+    Raises ConfigError, and ValueError for an invalid request."""
     options = ModelOptions.parse(config.options)
-    checkpoint = checkpoint or loaded(config, options)
+    checkpoint = loaded(config, options)
     prefill = CheckpointPrefill(replace(config, role="prefill"), options, checkpoint)
     config = replace(config, role="decode")
     decode = CheckpointDecode(config, options, checkpoint, prefill.facts.description)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from pdtransfer.bus.keys import generate
@@ -25,8 +27,6 @@ from pdtransfer.wire import (
     Cancel,
     End,
     Ended,
-    Hello,
-    Message,
     RankDrained,
     RankLanded,
     RankPicked,
@@ -35,56 +35,53 @@ from pdtransfer.wire import (
     Sampling,
     pack_ids,
 )
-from tests.support.routing_world import identity
+from tests.serve.worker.daemon_pair import Routers
+
+BEGIN = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
+OTHER = JoinedRank(Ranks(1, 2), "p0-tp1")
 
 
-async def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
+@asynccontextmanager
+async def leading(ranks: Ranks = Ranks(0, 2)) -> AsyncIterator[Any]:  # noqa: B008
+    """A daemon of these ranks, with `routers`; its engine does not run."""
     config = PrefillConfig(slots=1_024, http="")
     engine = create_engine(config.factory, config.engine_config)
     settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
-    port, sent = ThreadQueues[Order](), list[tuple[str, Message]]()
-    prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
-    prefill_daemon.desk._send = lambda peer, message: bool(sent.append((peer, message))) or True
-    follower = JoinedRank(Ranks(1, 2), "p0-tp1")
-    begin = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
+    port = ThreadQueues[Order]()
+    made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(ranks))
+    made.routers = Routers(made, "a", "b")  # type: ignore[attr-defined]
     try:
-        for node in ("a", "b"):
-            prefill_daemon.desk.receive(f"node:{node}", Hello(1, 1, identity(node, "router", 1)))
-        for message in (begin, Cancel(7, Cause.ABORTED.value), Ended(7)):
-            prefill_daemon.desk.receive("node:a", message)
-        assert prefill_daemon.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
-        prefill_daemon.desk.receive("node:b", begin)
-        (end,) = [message for peer, message in sent if peer == "node:b" and isinstance(message, End)]
-        assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0000000000000007 is in use")
-        assert not [order for order in port.poll() if isinstance(order, Free)], "the follower may still read its pages"
-        prefill_daemon.group.reported(follower, RankDrained(1, 1))
-        assert port.poll() == [Free(1)]
-        assert prefill_daemon.load().slots_free == 1_024
-        prefill_daemon.desk.receive("node:b", Ended(7))
-        prefill_daemon.desk.receive("node:a", Begin(8, begin.prompt, begin.sampling, begin.peers, 60_000))
-        assert [type(order) for order in port.poll()] == [Compute]
+        yield made
     finally:
-        prefill_daemon.desk.ticker.stop()
-        await prefill_daemon.node.close()
+        made.desk.ticker.stop()
+        await made.node.close()
         port.close()
+
+
+async def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
+    async with leading() as first:
+        first.routers.send("a", BEGIN, Cancel(7, Cause.ABORTED.value), Ended(7))
+        assert first.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
+        first.routers.send("b", BEGIN)
+        (end,) = [message for peer, message in first.routers.sent if peer == "node:b" and isinstance(message, End)]
+        assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0000000000000007 is in use")
+        assert not [order for order in first.port.poll() if isinstance(order, Free)], "the other may still read them"
+        first.group.reported(OTHER, RankDrained(1, 1))
+        assert first.port.poll() == [Free(1)]
+        assert first.load().slots_free == 1_024
+        first.routers.send("b", Ended(7))
+        first.routers.send("a", replace(BEGIN, room=8))
+        assert [type(order) for order in first.port.poll()] == [Compute]
 
 
 @pytest.mark.parametrize(("ranks", "announced"), [(Ranks(), 0), (Ranks(0, 2), 1)])
 async def test_only_a_leader_that_ranks_follow_announces_its_steps(ranks: Ranks, announced: int) -> None:
-    config = PrefillConfig(slots=1_024, http="")
-    engine = create_engine(config.factory, config.engine_config)
-    settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
-    port, submitted = ThreadQueues[Order](), list[object]()
-    prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(ranks))
-    port.to_loop = lambda *call: submitted.append(call)  # type: ignore[method-assign]
-    try:
-        port.to_engine(Drop(1))
-        port.to_engine(Quit())
-        prefill_daemon.thread.run()
-    finally:
-        prefill_daemon.desk.ticker.stop()
-        await prefill_daemon.node.close()
-        port.close()
+    submitted = list[object]()
+    async with leading(ranks) as first:
+        first.port.to_loop = lambda *call: submitted.append(call)
+        first.port.to_engine(Drop(1))
+        first.port.to_engine(Quit())
+        first.thread.run()
     assert len(submitted) == announced
 
 
@@ -112,32 +109,12 @@ def test_keys_that_cannot_be_read_are_reported_before_the_engine_is_made(
         daemon.run(PrefillConfig(http="", bind="tcp://127.0.0.1:0", key=key, allow=peers))
 
 
-@asynccontextmanager
-async def of_two_ranks() -> AsyncIterator[PrefillDaemon]:
-    """The first of two ranks, with a room of a router's."""
-    config = PrefillConfig(slots=1_024, http="")
-    engine = create_engine(config.factory, config.engine_config)
-    settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
-    port = ThreadQueues[Order]()
-    made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
-    made.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
-    made.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
-    try:
-        yield made
-    finally:
-        made.desk.ticker.stop()
-        await made.node.close()
-        port.close()
-
-
-OTHER = JoinedRank(Ranks(1, 2), "p0-tp1")
-
-
 @pytest.mark.parametrize("shared", [True, False])
 async def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) -> None:
-    async with of_two_ranks() as first:
+    async with leading() as first:
+        first.routers.send("a", BEGIN)
         ends = list[End]()
-        first.desk.end = lambda begin, end: ends.append(end)  # type: ignore[method-assign]
+        first.desk.end = lambda begin, end: ends.append(end)
         clock = clock_digest() if shared else b"another host's"
         first.group.reported(OTHER, RankLanded(1, 1, 10, 1, 5_000, clock))
         first.landed(first.rank.rooms[1], 20, 2, 4_000)
@@ -146,7 +123,8 @@ async def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bo
 
 
 async def test_a_rank_that_reports_twice_or_what_no_prefill_rank_reports_is_refused() -> None:
-    async with of_two_ranks() as first:
+    async with leading() as first:
+        first.routers.send("a", BEGIN)
         for report in (RankLanded(1, 1, 10, 1, 1), RankPicked(2, 1, b"aux"), RankDrained(3, 1)):
             first.group.reported(OTHER, report)
             with pytest.raises(RemoteProtocolError, match=f"{type(report).__name__} of room 1, not due"):

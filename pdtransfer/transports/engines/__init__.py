@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ...memory.arena_memory import ArenaMemory
 from ...probe import Probe
 from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport, Wrote
+from ..gpu_launcher import WriterGpu
 from ..options import ArenaOptions, Network, WriterOptions
+from .arena import EngineArena
 from .library import Library
 from .settings import check_host
-
-if TYPE_CHECKING:
-    from ..gpu_launcher import WriterGpu
+from .writer import EngineWriter
 
 
 class EngineTransport:
@@ -38,8 +37,6 @@ class EngineTransport:
         self._library.check(network)
 
     def arena(self, memory: ArenaMemory, options: ArenaOptions, *, hbm_direct: bool, lost: LostArena) -> ArenaTransport:
-        from .arena import EngineArena
-
         return EngineArena(self._library, memory, options.network, hbm_direct=hbm_direct, lost=lost)
 
     def writer(
@@ -52,8 +49,6 @@ class EngineTransport:
         lost: LostWriter,
         wake_hint: WakeHint,
     ) -> WriterTransport:
-        from .writer import EngineWriter
-
         del wake_hint  # its writes wait for no gate
         return EngineWriter(self._library, components, options, wrote, gpu=gpu, lost=lost)
 

@@ -8,15 +8,14 @@ it, whichever process forked, froze or was killed. Only from then on no process 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ...memory.arena_memory import ArenaMemory
 from ...probe import Probe
 from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport, Wrote
+from ..gpu_launcher import WriterGpu
 from ..options import ArenaOptions, Network, WriterOptions
-
-if TYPE_CHECKING:
-    from ..gpu_launcher import WriterGpu
+from .arena import ShmArena
+from .writer import ShmWriter
 
 
 class ShmTransport:
@@ -31,8 +30,6 @@ class ShmTransport:
         pass
 
     def arena(self, memory: ArenaMemory, options: ArenaOptions, *, hbm_direct: bool, lost: LostArena) -> ArenaTransport:
-        from .arena import ShmArena
-
         del lost  # a hand-over ends with its lock alone
         return ShmArena(
             memory, directory=options.socket_directory, hbm_direct=hbm_direct, keep_line=options.network.keep_line
@@ -48,8 +45,6 @@ class ShmTransport:
         lost: LostWriter,
         wake_hint: WakeHint,
     ) -> WriterTransport:
-        from .writer import ShmWriter
-
         del lost  # this process is the only writer
         return ShmWriter(components, options, wrote, gpu=gpu, wake_hint=wake_hint)
 

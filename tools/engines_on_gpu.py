@@ -29,6 +29,7 @@ END_S = 25.0  # after which a group that was interrupted is killed
 ERROR_LINES = 6  # of a failed test, in the table
 
 VLLM, GPU, BOTH = "test_vllm_gpu.py", "test_sglang_gpu.py", "test_sglang.py"
+DRAFTS = "test_sglang_speculation.py"
 
 
 @dataclass
@@ -82,6 +83,10 @@ def sglang_groups() -> list[Group]:
         Group("dense-fp8", 3, (GPU, "-k", f"{dense} and fp8")),
         Group("dense-graphs", 3, (GPU, "-k", f"{dense} and graphs")),
         Group("deepseek_v32", 5, (GPU, "-k", "deepseek_v32")),
+        Group("eagle", 4, (DRAFTS,)),
+        Group("dense-hicache", 3, (GPU, "-k", f"{dense} and hicache")),
+        Group("dense-dp", 3, (GPU, "-k", f"{dense} and attention")),
+        Group("sparse-hicache", 4, (GPU, "-k", f"{sparse} and hicache")),
         Group("sparse-graphs", 4, (GPU, "-k", f"{sparse} and graphs")),
         Group("sparse-fp8", 4, (GPU, "-k", f"{sparse} and fp8")),
         Group("dense-radix", 3, (GPU, "-k", f"{dense} and radix")),

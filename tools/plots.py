@@ -1,4 +1,4 @@
-"""Draws the plot of README from the table of docs/figures/vllm.md: `python -m tools.plots` writes docs/handoff.svg.
+"""Draws the plots of README and docs/sglang.md from tables of docs/figures: `python -m tools.plots` writes them.
 
 Bars are medians of hand-offs with one client, by prompt length, on a logarithmic axis. Colours follow the reader's
 scheme.
@@ -9,15 +9,30 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import TypeAlias
 
-_ROOT = Path(__file__).parents[1]
-SOURCE, PLOT = _ROOT / "docs" / "figures" / "vllm.md", _ROOT / "docs" / "handoff.svg"
-# The run of each fleet's figures, the class of its bars, and how it is named.
+_DOCS = Path(__file__).parents[1] / "docs"
+# Of each plot, by the document of its figures: each fleet's heading, the class of its bars, and how it is named.
 LATEST, FIRST = "### Two cards again", "## On two cards, beside vLLM's own connectors"
-FLEETS = {
-    "PDTransfer": (LATEST, "ours", "pdtransfer"),
-    "Nixl": (LATEST, "other", "NIXL"),
-    "Mooncake": (FIRST, "third", "Mooncake (an earlier run)"),
+ONE_CARD = "#### 0.5.23 on one card"
+Fleets: TypeAlias = dict[str, tuple[str, str, str]]
+PLOTS: dict[str, tuple[Path, Fleets]] = {
+    "vllm.md": (
+        _DOCS / "handoff.svg",
+        {
+            "PDTransfer": (LATEST, "ours", "pdtransfer"),
+            "Nixl": (LATEST, "other", "NIXL"),
+            "Mooncake": (FIRST, "third", "Mooncake (an earlier run)"),
+        },
+    ),
+    "sglang.md": (
+        _DOCS / "handoff-sglang.svg",
+        {
+            "pdtransfer": (ONE_CARD, "ours", "pdtransfer"),
+            "NIXL": (ONE_CARD, "other", "NIXL"),
+            "Mooncake": (ONE_CARD, "third", "Mooncake over TCP"),
+        },
+    ),
 }
 _ROW = re.compile(r"^\| (\w+) \| ([\d,]+) \| 1 \|.*\| ([\d,.]+), [\d,.]+ \| [^|]+ \|$", re.MULTILINE)
 _WIDTH, _LEFT, _TOP, _BAR, _GAP = 720, 96, 58, 17, 15
@@ -34,18 +49,18 @@ _STYLE = """
 """
 
 
-def medians(document: str) -> dict[int, dict[str, float]]:
-    """Milliseconds by tokens of the prompt and fleet, in the order of the table."""
+def medians(document: str, fleets: Fleets) -> dict[int, dict[str, float]]:
+    """Milliseconds by tokens of the prompt and fleet, in the order of the table; of several runs the first."""
     found: dict[int, dict[str, float]] = {}
-    for fleet, (heading, *_) in FLEETS.items():
+    for fleet, (heading, *_) in fleets.items():
         [section] = re.findall(rf"^{re.escape(heading)}$(.*?)^#", document, re.DOTALL | re.MULTILINE)
         for name, tokens, ms in _ROW.findall(section):
             if name == fleet:
-                found.setdefault(int(tokens.replace(",", "")), {})[fleet] = float(ms.replace(",", ""))
+                found.setdefault(int(tokens.replace(",", "")), {}).setdefault(fleet, float(ms.replace(",", "")))
     return found
 
 
-def drawn(figures: dict[int, dict[str, float]]) -> str:
+def drawn(figures: dict[int, dict[str, float]], fleets: Fleets) -> str:
     """The plot as SVG."""
 
     def x_of(ms: float) -> float:
@@ -56,7 +71,7 @@ def drawn(figures: dict[int, dict[str, float]]) -> str:
     y = _TOP
     for tokens, by_fleet in figures.items():
         lines.append(f'<text x="{_LEFT - 10}" y="{y + 1.5 * _BAR + 4}" text-anchor="end">{tokens:,}</text>')
-        for fleet, (_, name, label) in FLEETS.items():
+        for fleet, (_, name, label) in fleets.items():
             if fleet in by_fleet:
                 ms = by_fleet[fleet]
                 width = round(x_of(ms) - _LEFT, 1)
@@ -77,7 +92,7 @@ def drawn(figures: dict[int, dict[str, float]]) -> str:
     names = [
         f'<rect class="{name}" x="{_LEFT + 110 * at}" y="28" width="12" height="12" rx="2"/>'
         f'<text x="{_LEFT + 110 * at + 18}" y="39">{label}</text>'
-        for at, (_, name, label) in enumerate(FLEETS.values())
+        for at, (_, name, label) in enumerate(fleets.values())
     ]
     height = y + 18
     title = "From prefill's answer to decode's first token, median, by prompt length in tokens"
@@ -96,5 +111,12 @@ def drawn(figures: dict[int, dict[str, float]]) -> str:
     )
 
 
+def plot(name: str) -> tuple[Path, str]:
+    """Where the plot of a document of docs/figures is kept, and the plot as SVG."""
+    path, fleets = PLOTS[name]
+    return path, drawn(medians((_DOCS / "figures" / name).read_text(encoding="utf-8"), fleets), fleets)
+
+
 if __name__ == "__main__":
-    PLOT.write_text(drawn(medians(SOURCE.read_text(encoding="utf-8"))), encoding="utf-8")
+    for path, text in map(plot, PLOTS):
+        path.write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -277,7 +278,12 @@ def test_an_admission_reads_no_more_than_the_preload(
 
 # Other forms of the sparse cache
 
+SMALL_POOL = 8_192
+HICACHE: dict[str, Any] = {  # prefill's radix cache has little room on the GPU, and more behind it in host memory
+    "disable_radix_cache": False, "enable_hierarchical_cache": True, "hicache_size": 2,
+}  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
+    "hicache": SPARSE,
     "fp8": SPARSE | {
         "kv_cache_dtype": "fp8_e4m3", "dsa_prefill_backend": "flashmla_kv", "dsa_decode_backend": "flashmla_kv"
     },
@@ -289,19 +295,27 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", list(FORMS))
 def test_other_forms_of_the_sparse_cache_continue(sglang_checkpoints: Checkpoints, tmp_path: Path, kind: str) -> None:
-    """With HiSparse, and without it."""
-    options, asked = FORMS[kind], prompts(*LENGTHS)
+    """With HiSparse, and without it. What prefill has kept begins other chunks: then answers follow, and the second
+    server's prompts come from prefill's host memory."""
+    options, asked, keeps = FORMS[kind], prompts(*LENGTHS), kind == "hicache"
     with ExitStack() as stack:
         servers = Servers(
-            sglang_checkpoints.path("glm_dsa"), tmp_path, stack, single=options, prefill=options | PREFILL,
+            sglang_checkpoints.path("glm_dsa"), tmp_path, stack, single=options,
+            prefill=options | PREFILL | (HICACHE | {"max_total_tokens": SMALL_POOL} if keeps else {}),
             hisparse=options | DECODE | HISPARSE, device=options | DECODE,
         )  # fmt: skip
         expected = [generated(servers["single"], prompt) for prompt in asked]
         for decode in ("device", "hisparse"):
             pair = servers.pair("prefill", decode)
-            same(handed_over(pair, asked), expected)
+            answers = handed_over(pair, asked)
+            follow(servers["single"], asked, answers)
+            if not keeps:
+                same(answers, expected)
             follow(servers["single"], asked, handed_over(pair, asked, at_once=True))
             pair.settles()
+        if keeps:
+            kept = sum(map(int, re.findall(r"#cached-token: (\d+)", servers["prefill"].log.read_text())))
+            assert kept > 2 * SMALL_POOL, "more than the GPU keeps, of each decode server's prompts"
 
 
 # Dense attention
@@ -311,27 +325,33 @@ DENSE: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "cuda graphs": {"disable_cuda_graph": False, "cuda_graph_max_bs_decode": 8, "cuda_graph_max_bs_prefill": 256},
     "radix cache": {"disable_radix_cache": False},
+    "hicache": {},
+    "dp attention": {"enable_dp_attention": True, "dp_size": 1},
 }
 
 
 @pytest.mark.parametrize("kind", list(DENSE))
 def test_dense_models_continue(sglang_checkpoints: Checkpoints, tmp_path: Path, kind: str) -> None:
     options, asked = SHORT | DENSE[kind], prompts(5, 300, 1_500)
-    of_decode = options | DECODE
+    of_prefill, of_decode = options | PREFILL, options | DECODE
     if kind == "radix cache":
         of_decode |= {"disaggregation_decode_enable_radix_cache": True}
+    if kind == "hicache":  # the longest prompt leaves no room for the others
+        of_prefill |= HICACHE | {"max_total_tokens": 1_536}
     with ExitStack() as stack:
         model = sglang_checkpoints.path("qwen3")
-        servers = Servers(model, tmp_path, stack, single=options, prefill=options | PREFILL, decode=of_decode)
+        servers = Servers(model, tmp_path, stack, single=options, prefill=of_prefill, decode=of_decode)
         pair = servers.pair("prefill", "decode")
         expected = [generated(servers["single"], prompt) for prompt in asked]
         for _ in range(2):  # the second time, with what caches have kept: chunks begin elsewhere
             answers = handed_over(pair, asked)
             follow(servers["single"], asked, answers)
-            if kind != "radix cache":
+            if kind not in ("radix cache", "hicache"):
                 same(answers, expected)
         follow(servers["single"], asked, handed_over(pair, asked, at_once=True))
         pair.settles()
+        if kind == "hicache":
+            assert "#cached-token: 256" in servers["prefill"].log.read_text(), "all but the last page of 300"
 
 
 def test_an_adapter_by_its_name_continues(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:

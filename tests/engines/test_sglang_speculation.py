@@ -1,5 +1,6 @@
-"""Speculation in SGLang's servers, with stand-ins for the kernels that its build for CPUs has compiled: the drafter's
-KV is sent with the model's own, and decode drafts as one server does."""
+"""Speculation in SGLang's servers: the drafter's KV is sent with the model's own, and decode drafts as one server does.
+
+On a CPU with stand-ins for the kernels that SGLang's build for GPUs has compiled."""
 
 from __future__ import annotations
 
@@ -9,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.sglang_engine import DEVICE, RefusedError, SglangPair, SglangServer, is_since
+from tests.support.sglang_engine import RefusedError, SglangPair, SglangServer, is_since
 from tests.support.vllm_engine import Checkpoints, prompts
 
 pytestmark = [
     pytest.mark.timeout(2_000),  # servers start slowly on a busy host
-    pytest.mark.skipif(DEVICE != "cpu", reason="the stand-ins are for CPUs"),
     pytest.mark.skipif(not is_since("0.5.23"), reason="earlier versions have other kernels to stand in for"),
 ]
 

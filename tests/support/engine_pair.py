@@ -117,6 +117,20 @@ class Prefill:
             self.step()
         return self
 
+    def offered(self, one: Request):
+        """Each cell with a head's place of it in the pool, and the rows that are there when it is offered."""
+        assert self.engine.admit(one)
+        found = []
+        while not self.engine.idle:
+            known = len(self.cells.get(one.room, ()))
+            self.step()
+            for cell in self.cells[one.room][known:]:
+                slots = expand_pages(cell.pages, self.layout.page_size, cell.rows[1])[cell.rows[0] :]
+                own = [head for head in heads_of(self.layout) if cell.layers[0] <= head[1] < cell.layers[1]]
+                where = [places(self.layout, *head, slots) for head in own]
+                found += [(cell, place, self.memory[place].copy()) for place in where]
+        return found
+
     def slots(self, one: Request, component="kv", page_size=None):
         pages = [cell.pages for cell in self.cells[one.room] if cell.component == component][-1]
         return expand_pages(pages, page_size or self.layout.page_size, len(one.prompt))

@@ -9,12 +9,11 @@ from pdtransfer_lab.models import deep
 from pdtransfer_lab.models.deep import create
 
 from pdtransfer.errors import ConfigError
-from pdtransfer.layout.layout import expand_pages
-from pdtransfer.serve.engine_api import Computed, HiSparse, Prefilled
+from pdtransfer.serve.engine_api import Computed, HiSparse
 from pdtransfer.serve.engines.shell.prefill import LastRow, _Picking
 from pdtransfer.wire import Ranks
 from tests.lab.models.deep_model import OPTIONS, SMALL, kv_of, model_of, near, textbook
-from tests.support.engine_pair import Decode, Prefill, config, copy_rows, heads_of, places, prompts, request
+from tests.support.engine_pair import Decode, Prefill, config, copy_rows, prompts, request
 
 
 def prefill_of(attention, *, options=None, **more):
@@ -51,18 +50,7 @@ def test_the_pool_and_the_logits_are_the_textbooks_however_the_prompt_is_cut(att
 
 def test_a_layer_is_offered_as_soon_as_it_is_computed_and_stays_as_it_is(attention):
     prefill = prefill_of(attention, chunk_tokens=128)
-    one = request(1, prompts(1, (200,))[0])
-    assert prefill.engine.admit(one)
-    seen = []
-    while not prefill.engine.idle:
-        for latest in prefill.engine.step():
-            if isinstance(latest, Computed):
-                slots = expand_pages(latest.pages, 16, latest.rows[1])[latest.rows[0] :]
-                own = [key for key in heads_of(prefill.layout) if latest.layers[0] <= key[1] < latest.layers[1]]
-                where = [places(prefill.layout, *key, slots) for key in own]
-                seen += [(latest, place, prefill.memory[place].copy()) for place in where]
-            else:
-                assert isinstance(latest, Prefilled)
+    seen = prefill.offered(request(1, prompts(1, (200,))[0]))
     assert [(cell.rows, cell.layers) for cell, _, _ in seen[:: len(seen) // 6]] == [
         (rows, (layer, layer + 1)) for rows in ((0, 128), (128, 200)) for layer in range(3)
     ]

@@ -8,7 +8,6 @@ import pytest
 from pdtransfer_lab.models.factory import create
 
 from pdtransfer.errors import WorldError
-from pdtransfer.layout.layout import expand_pages
 from pdtransfer.memory import shared_pool
 from pdtransfer.memory.available_memory import AvailableMemory
 from pdtransfer.serve.engine_api import Computed
@@ -37,21 +36,8 @@ def test_cells_cover_every_row_and_layer_once_in_order(chunk_tokens, layers_per_
 @pytest.mark.parametrize("attention", ["mla", "gqa"])
 def test_a_cell_is_in_the_pool_when_it_is_reported(attention):
     prefill = Prefill.of(attention=attention, chunk_tokens=64, options=SMALL | {"layers_per_cell": "1"})
-    one = request(1, prompts(1, (150,))[0])
-    assert prefill.engine.admit(one)
-    reported = []
-    while not prefill.engine.idle:
-        prefill.step()
-        cell = prefill.cells[1][-1]
-        slots = expand_pages(cell.pages, 16, cell.rows[1])[cell.rows[0] :]
-        where = [
-            places(prefill.layout, kind, layer, head, slots)
-            for kind, layer, head in heads_of(prefill.layout)
-            if cell.layers[0] <= layer < cell.layers[1]
-        ]
-        assert all(prefill.memory[place].any(axis=1).all() for place in where)
-        reported += [(place, prefill.memory[place].copy()) for place in where]
-    for place, rows in reported:
+    for _, place, rows in prefill.offered(request(1, prompts(1, (150,))[0])):
+        assert rows.any(axis=1).all()
         assert np.array_equal(prefill.memory[place], rows)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +62,19 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-ROUTER = RouterConfig(listen="127.0.0.1:0", node="r")
+ROUTER = RouterConfig(listen="127.0.0.1:0", node="some.node-7")
 
 
-async def test_a_router_alone_starts_prints_where_it_listens_and_ends_with_status_0(tmp_path: Path) -> None:
+async def test_a_router_alone_starts_by_its_own_config_prints_where_it_listens_and_ends_with_status_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LISTEN", "LOG_LEVEL"):
+        monkeypatch.setenv(f"PDTRANSFER_{name}", "nonsense")  # settings of this process
     async with Fleet([], [], ROUTER, tmp_path) as fleet:
         async with aiohttp.ClientSession(fleet.url) as http, http.get("/live") as answer:
             assert answer.status == 200
         (router,) = fleet.of("router")
-        assert (router.ready["node"], router.ready["role"]) == ("r", "router")
+        assert (router.ready["node"], router.ready["role"]) == ("some.node-7", "router")
         assert fleet.of("prefill") == []
     assert router.process.returncode == 0
     log = (tmp_path / "router.log").read_text()
@@ -79,18 +83,11 @@ async def test_a_router_alone_starts_prints_where_it_listens_and_ends_with_statu
     assert "name a decode worker with --decode tcp://host:port" in log
 
 
-async def test_our_own_settings_do_not_reach_the_daemons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PDTRANSFER_LISTEN", "nonsense")
-    monkeypatch.setenv("PDTRANSFER_LOG_LEVEL", "nonsense")
-    async with Fleet([], [], ROUTER, tmp_path) as fleet:
-        assert fleet.url.startswith("http://127.0.0.1:")
-
-
 async def test_a_daemon_that_fails_is_reported_with_its_status_and_the_end_of_its_log(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(WorldError) as caught:
-            async with Fleet([], [], RouterConfig(listen=listen, node="r"), tmp_path):
+            async with Fleet([], [], replace(ROUTER, listen=listen), tmp_path):
                 pytest.fail("it cannot listen")
     text = str(caught.value)
     assert "router daemon did not become ready" in text
@@ -194,14 +191,3 @@ def test_daemons_end_when_whoever_started_them_is_killed(fake: Callable[..., Pat
         started.kill()
         started.communicate()
     wait_for(lambda: not any(is_alive(pid) for pid in pids(here)))
-
-
-async def test_the_flags_of_a_config_make_that_very_config(tmp_path: Path) -> None:
-    """The daemon's own word is that of its config: node, and a listener on a port of the system's choice."""
-
-    daemon = await Daemon.start(RouterConfig(listen="127.0.0.1:0", node="some.node-7"), tmp_path / "log")
-    ready = await daemon.wait_ready()
-    assert json.dumps(ready)
-    assert ready["node"] == "some.node-7"
-    assert ready["http"].startswith("127.0.0.1:")
-    assert await daemon.stop() == 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.support.effort import VARIABLE, Effort, is_picked, some
+from tests.support.effort import VARIABLE, Effort, dealt, is_picked, some
 from tests.support.paths import REPO
 
 
@@ -27,6 +30,19 @@ def test_without_it_a_part_of_grids_and_examples_runs_and_never_nothing(monkeypa
     monkeypatch.delenv(VARIABLE, raising=False)
     assert (some(100), some(3)) == (25, 1)
     assert 150 < sum(is_picked(f"test[{number}]") for number in range(1_000)) < 350
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4])
+def test_workers_share_all_tests_and_begin_with_whole_modules_of_fleets(workers: int) -> None:
+    folders = [REPO / "tests" / name for name in ("library/wire", "serve/integration", "library/sim")]
+    paths = [folder / str(module) for folder in folders for module in range(9) for _ in range(module)]
+    items: list[Any] = [SimpleNamespace(path=path) for path in paths]
+    order = dealt(items, workers)
+    assert sorted(map(id, order)) == sorted(map(id, items))
+    modules = [path for path, _ in groupby(each.path for each in order)]
+    assert sum(path.parent != folders[0] for path in modules) == 2 * 8, "each in one piece"
+    assert modules[0].parent != folders[0]
+    assert modules[-1].parent == folders[0], "short tests are left"
 
 
 def test_every_module_of_tests_can_be_imported_without_the_packages_of_the_torch_engine() -> None:

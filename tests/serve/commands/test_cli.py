@@ -63,12 +63,6 @@ def fails(error: BaseException) -> Callable[..., int]:
     return run
 
 
-def run_in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pdtransfer", *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -268,7 +262,6 @@ def test_an_interrupt_during_the_imports_shows_no_traceback(tmp_path: Path) -> N
 
 
 def test_module_runs_as_the_command() -> None:
-    done = run_in_process("--version")
-    assert (done.returncode, done.stdout.strip()) == (0, pdtransfer.__version__)
-    done = run_in_process("prefill", "--slotz", "1")
+    command = [sys.executable, "-m", "pdtransfer", "prefill", "--slotz", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -293,12 +293,10 @@ def test_children_and_other_commands_get_no_variables_of_torchrun(monkeypatch: p
     assert not TORCHRUN.keys() & environment.child_environment().keys()
 
 
-SERVERS = "--engine=vllm", "--prefill=http://127.0.0.1:8100", "--decode=http://127.0.0.1:8200"
-
-
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_router_of_http_servers_takes_their_urls(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = bound(monkeypatch, "router", f"--engine={engine}", *SERVERS[1:], "--decode=https://d1.example:443")
+    servers = ("--prefill=http://127.0.0.1:8100", "--decode=http://127.0.0.1:8200", "--decode=https://d1.example:443")
+    config = bound(monkeypatch, "router", f"--engine={engine}", *servers)
     assert config.relays
     assert config.prefill == ("http://127.0.0.1:8100",)
     assert config.decode == ("http://127.0.0.1:8200", "https://d1.example:443")

@@ -245,19 +245,14 @@ def test_rows_of_a_window_may_begin_within_their_first_page(prefill: Site) -> No
     assert offered.cell.source_slots.tolist() == [9 * PAGE + 14, 9 * PAGE + 15, *range(2 * PAGE, 2 * PAGE + 15)]
 
 
-def test_prompts_wait_in_order_for_pages_and_go_on_when_some_are_free(prefill: Site) -> None:
+def test_prompts_wait_in_order_for_pages_are_counted_and_go_on_when_some_are_free(prefill: Site) -> None:
     prefill.send(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
     prefill.until(lambda: len(prefill.of(1)) == 2)
     assert prefill.of(3) == []  # it would fit, and it is not its turn
+    prefill.until(lambda: prefill.work.waiting == 2)
     prefill.send(Free(1))
     prefill.until(lambda: len(prefill.of(2)) == 2 and len(prefill.of(3)) == 2)
     assert [outcome.room for outcome in prefill.outcomes] == [1, 1, 2, 2, 3, 3]
-
-
-def test_prompts_that_wait_for_pages_are_counted(prefill: Site) -> None:
-    prefill.send(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
-    prefill.until(lambda: prefill.work.waiting == 2)
-    prefill.send(Free(1))
     prefill.until(lambda: prefill.work.waiting == 0)
 
 

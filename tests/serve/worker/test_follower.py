@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +62,16 @@ def order(what: Any, local_id: int) -> StepOrders:
     ],
 )
 async def test_an_order_that_makes_no_sense_is_refused_and_none_of_its_step_is_done(
-    message: Message, text: str
+    message: Message, text: str, directory: Path
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="pdt-") as sockets:
-        async with follower(Path(sockets) / "s") as (made, leader):
-            made.take(RankRoom(1, 1, begin(7)))
-            with pytest.raises(RemoteProtocolError) as refused:
-                made.take(message)
-            assert text in str(refused.value)
-            assert not leader.sent
-            made.take(RankFailed(2, 99, "aborted", "of a room that never came"))
-            made.take(RankReload(3))
+    async with follower(directory) as (made, leader):
+        made.take(RankRoom(1, 1, begin(7)))
+        with pytest.raises(RemoteProtocolError) as refused:
+            made.take(message)
+        assert text in str(refused.value)
+        assert not leader.sent
+        made.take(RankFailed(2, 99, "aborted", "of a room that never came"))
+        made.take(RankReload(3))
 
 
 class Reports:

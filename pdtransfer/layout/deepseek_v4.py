@@ -10,7 +10,7 @@ from .layout import Component, Span
 from .layout_builders import C4_PARTS, DSA_INDEX_PARTS, PagePart, item_layout
 
 C4, C128 = 4, 128  # tokens of a compressed row
-PAGE_TOKENS = 256  # a page of C4 then has C4_PAGE_SIZE rows
+PAGE_TOKENS = 256  # a page of C4 then has 64 rows
 WINDOW_TOKENS = 128
 _BASE_ALIGN = 4_096  # bytes: registered memory begins with a host page
 

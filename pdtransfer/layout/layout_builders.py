@@ -35,8 +35,6 @@ C4_PARTS = (
     PagePart("values", "uint8", 576),
     PagePart("scale", "uint8", 8),
 )  # 448 fp8 + 64 bfloat16; 7 scales and a pad
-C4_PAGE_SIZE = 64
-C4_PAGE_BYTES = 37_440  # the last 64 are padding, so that a page is a multiple of 576
 
 Axis = Literal["page", "row", "head"]
 _AXES_OF_VIEWS = ("page", "row", "head")

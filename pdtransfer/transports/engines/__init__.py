@@ -15,10 +15,8 @@ from ...probe import Probe
 from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport, Wrote
 from ..gpu_launcher import WriterGpu
 from ..options import ArenaOptions, Network, WriterOptions
-from .arena import EngineArena
 from .library import Library
 from .settings import check_host
-from .writer import EngineWriter
 
 
 class EngineTransport:
@@ -37,6 +35,8 @@ class EngineTransport:
         self._library.check(network)
 
     def arena(self, memory: ArenaMemory, options: ArenaOptions, *, hbm_direct: bool, lost: LostArena) -> ArenaTransport:
+        from .arena import EngineArena
+
         return EngineArena(self._library, memory, options.network, hbm_direct=hbm_direct, lost=lost)
 
     def writer(
@@ -49,6 +49,8 @@ class EngineTransport:
         lost: LostWriter,
         wake_hint: WakeHint,
     ) -> WriterTransport:
+        from .writer import EngineWriter
+
         del wake_hint  # its writes wait for no gate
         return EngineWriter(self._library, components, options, wrote, gpu=gpu, lost=lost)
 

@@ -132,7 +132,7 @@ class Map(Struct, frozen=True):
     session: int
     reach: Reach
     components: tuple[Component, ...]  # as a writer that reaches HBM writes them
-    landing: tuple[Component, ...] = ()  # as any other writes them, if not as those
+    landing: tuple[Component, ...]  # as any other writes them
 
 
 class Unmap(Struct, frozen=True):

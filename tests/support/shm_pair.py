@@ -75,6 +75,11 @@ class Process:
         return self.forked[-1]
 
 
+def to_map(session: int, reach: Reach, components: tuple[Component, ...]) -> Map:
+    """The order to map an arena whose components all writers write alike."""
+    return Map(session, reach, components, components)
+
+
 def component(layout: Layout, name: str = "latent", **fields: object) -> Component:
     given = {"memory": "dram", "tokens_per_row": 1, "span": Span()} | fields
     return Component(name=name, layout=layout, **given)  # type: ignore[arg-type]
@@ -154,7 +159,7 @@ class Pair:
         self.checksums: dict[int, int] = {}
 
     async def map(self, session: int = WRITER) -> int:
-        return await self.writer.map(Map(session, await self.owner.offer(session), (component(self.target),)))
+        return await self.writer.map(to_map(session, await self.owner.offer(session), (component(self.target),)))
 
     def write(
         self,

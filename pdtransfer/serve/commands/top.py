@@ -79,9 +79,7 @@ def top(
         source.close()
 
 
-def _picture(
-    console: Console, status: FleetStatus | None, url: str, why: str = "", *, height: int | None
-) -> Text:  # fmt: skip
+def _picture(console: Console, status: FleetStatus | None, url: str, why: str = "", *, height: int | None) -> Text:
     return view(status, url, why, width=console.width, height=height, ascii_only=console.options.ascii_only)
 
 

@@ -151,7 +151,7 @@ class EngineWriter:
         session, reach = order.session, order.reach
         assert session not in self._sessions, f"session {session:#x} is mapped already"
         targets, hbm = targets_of(reach), hbm_address(reach)
-        components = order.components if hbm else order.landing or order.components
+        components = order.components if hbm else order.landing
         pairings = paired(self._components, components, reach, hbm_direct=bool(hbm))
         if self._closing:
             raise TransportError("this writer is closing")

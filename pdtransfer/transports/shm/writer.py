@@ -204,7 +204,7 @@ class ShmWriter:
             hbm = self._opened(reach) if any(component.memory == "hbm" for component in components) else None
             if hbm is not None:
                 undo.callback(hbm.close)
-            components = order.landing if hbm is None and order.landing else components
+            components = order.landing if hbm is None else components
             pairings = paired(self._components, components, reach, hbm_direct=hbm is not None)
             ends = [component.layout.end for component in components if component.memory != "hbm"]
             needed = mapping.byte_count  # where HBM is written directly, without a staging buffer in the arena

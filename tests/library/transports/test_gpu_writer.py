@@ -16,7 +16,7 @@ import pytest
 from pdtransfer.client.clients import PrefillClient
 from pdtransfer.client.prefill_node import PrefillNode
 from pdtransfer.errors import Cause, TransportError, WorldError
-from pdtransfer.handoff.effects import FenceWriter, Map, Outcome, Send
+from pdtransfer.handoff.effects import FenceWriter, Outcome, Send
 from pdtransfer.handoff.ready_gate import AllEvents, ReadyGate
 from pdtransfer.handoff.slot_allocator import extents_of
 from pdtransfer.kernels import checksum_copy, registered
@@ -36,7 +36,7 @@ from tests.support.client_pair import settings
 from tests.support.entered_ahead import PAGE_BYTES, Ahead
 from tests.support.fake_gpu import FakeGpu, FakeLauncher, Held
 from tests.support.internals import sessions_of
-from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, component, layer_first
+from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, component, layer_first, to_map
 from tests.support.waiting import until
 
 PIECE_ROWS = 256
@@ -474,7 +474,7 @@ async def test_a_growing_arena_is_ready_as_far_as_it_is_backed(
 ) -> None:
     made, gpu, both = growing(directory, monkeypatch)
     progress, reach = list[int](), await both.owner.offer(WRITER)
-    assert await both.writer.map(Map(WRITER, reach, (component(both.target),)), progress.append) == 3 << 20
+    assert await both.writer.map(to_map(WRITER, reach, (component(both.target),)), progress.append) == 3 << 20
     made.prefault()
     await until(lambda: bool(progress) and progress[-1] == made.byte_count)
     await until(lambda: sum(gpu.registered.values()) == made.byte_count)
@@ -487,7 +487,7 @@ async def test_a_growing_arena_is_reported_although_the_card_has_refused_a_part_
 ) -> None:
     made, gpu, both = growing(directory, monkeypatch)
     progress, reach = list[int](), await both.owner.offer(WRITER)
-    await both.writer.map(Map(WRITER, reach, (component(both.target),)), progress.append)
+    await both.writer.map(to_map(WRITER, reach, (component(both.target),)), progress.append)
     gpu.refused = gpu.calls
     made.prefault()
     await until(lambda: bool(progress) and progress[-1] == made.byte_count)
@@ -501,9 +501,9 @@ async def test_a_growing_arena_is_reported_although_the_card_has_refused_a_part_
 async def test_a_session_that_is_mapped_is_not_mapped_again(arena: ArenaMemory, directory: Path) -> None:
     both = Pair(arena, directory, gpu=FakeGpu())
     reach = await both.owner.offer(WRITER)
-    await both.writer.map(Map(WRITER, reach, (component(both.target),)))
+    await both.writer.map(to_map(WRITER, reach, (component(both.target),)))
     with pytest.raises(TransportError, match="is mapped already"):
-        await both.writer.map(Map(WRITER, reach, (component(both.target),)))
+        await both.writer.map(to_map(WRITER, reach, (component(both.target),)))
     both.want(both.write(EVERY[-9:], EVERY[:9], grant=1))
     await until(lambda: both.ended)
     assert both.right
@@ -642,7 +642,7 @@ async def test_a_small_room_of_one_session_is_entered_in_turn_with_long_prompts_
     other_arena = ArenaMemory.create(both.arena.byte_count, huge_pages="never")
     other_arena.prefault()
     other_owner, other = ShmArena(other_arena, directory=directory), WRITER + 1
-    await both.writer.map(Map(other, await other_owner.offer(other), (component(both.target),)))
+    await both.writer.map(to_map(other, await other_owner.offer(other), (component(both.target),)))
     sessions = sessions_of(both.writer)
     spans = {number: session.arena.mapping for number, session in sessions.items()}
     order = list[int]()

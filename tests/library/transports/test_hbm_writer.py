@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdtransfer.errors import TransportError
-from pdtransfer.handoff.effects import Map, Outcome
+from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import registered
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import ArenaMemory
@@ -20,7 +20,7 @@ from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.shm import writer as shm_writer
 from pdtransfer.transports.shm.arena import ShmArena
 from tests.support.fake_gpu import FakeExported, FakeGpu
-from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair, component, opened, page_first
+from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair, component, opened, page_first, to_map
 from tests.support.waiting import until
 
 SIZE = SLOTS * LAYERS * ROW
@@ -58,7 +58,7 @@ class HbmPair(Pair):
         return replace(component(self.target.rebase(BASE)), memory="hbm")
 
     async def map(self, session: int = WRITER) -> int:
-        return await self.writer.map(Map(session, await self.owner.offer(session), (self.component,)))
+        return await self.writer.map(to_map(session, await self.owner.offer(session), (self.component,)))
 
     @property
     def hbm(self) -> np.ndarray:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pdtransfer import kernels
 from pdtransfer.bus.line import OPENING
 from pdtransfer.errors import LayoutMismatchError, RemoteProtocolError, TransportError
-from pdtransfer.handoff.effects import Map, Outcome, Write
+from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.layout.checksum import Lines, lines_of
 from pdtransfer.layout.layout import Component, Span, expand_pages
 from pdtransfer.layout.pairing import pair
@@ -42,7 +42,7 @@ from pdtransfer.wire import Reach
 from tests.library.transports.fake_transport import ignore_end
 from tests.support.internals import sessions_of
 from tests.support.processes import deliver, forked_descriptors, no_descriptors, open_files
-from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, Pool, Process, component, page_first
+from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, Pool, Process, component, page_first, to_map
 from tests.support.waiting import run_on_loop, until
 
 
@@ -392,7 +392,7 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
     arena.mapping.prefault(end=half)
     progress: list[int] = []
     reach = await owner.offer(WRITER)
-    assert await writer.map(Map(WRITER, reach, ()), progress.append) == half
+    assert await writer.map(to_map(WRITER, reach, ()), progress.append) == half
     held = open_files()
     assert os.fstat(arena.fd).st_blocks * 512 == half
     arena.mapping.prefault(first=half, end=half + 4_096)
@@ -424,7 +424,7 @@ async def test_all_that_is_backed_of_an_arena_is_ready_before_a_writer_has_enter
         return enter(mapping, first=first, end=end)
 
     monkeypatch.setattr(Mapping, "prefault", slow)
-    assert await writer.map(Map(WRITER, await owner.offer(WRITER), ()), progress.append) == arena.byte_count
+    assert await writer.map(to_map(WRITER, await owner.offer(WRITER), ()), progress.append) == arena.byte_count
     await until(lambda: len(entered) == 2)
     assert entered == [4_096, 4_096], "a step at a time"
     monkeypatch.setattr(entering, "STEP_BYTES", arena.byte_count)
@@ -438,7 +438,7 @@ async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_
 ) -> None:
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=4_096)
-    assert await writer.map(Map(WRITER, await owner.offer(WRITER), ())) == 4_096
+    assert await writer.map(to_map(WRITER, await owner.offer(WRITER), ())) == 4_096
     held = open_files()
     writer.unmap(WRITER)
     await until(lambda: owner.quiet(WRITER) and open_files() < held)
@@ -450,8 +450,8 @@ async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_
     with no_descriptors():
         reach = await owner.offer(WRITER)
         with pytest.raises(TransportError, match="Too many open files"):
-            await writer.map(Map(WRITER, reach, ()))
-    assert await writer.map(Map(WRITER, reach, ())) == arena.byte_count  # the token is as good as before
+            await writer.map(to_map(WRITER, reach, ()))
+    assert await writer.map(to_map(WRITER, reach, ())) == arena.byte_count  # the token is as good as before
 
 
 async def test_a_writer_that_runs_out_of_descriptors_at_the_last_moment_learns_that_they_are_its_own(
@@ -665,7 +665,7 @@ async def test_what_is_not_a_sealed_arena_is_refused_and_closed(
     writer = ShmWriter((pool.component,), WriterOptions(pool_address=pool.address), ignore_end)
     before = open_files()
     with pytest.raises(TransportError, match=text):
-        await writer.map(Map(WRITER, reach, ()))
+        await writer.map(to_map(WRITER, reach, ()))
     await until(lambda: open_files() <= before)
     await writer.close()
     server.close()
@@ -774,7 +774,7 @@ async def test_close_waits_for_what_is_in_flight(
 async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(unmapped: Pair, arena: ArenaMemory) -> None:
     beyond = component(page_first(slots=SLOTS + 1))
     with pytest.raises(RemoteProtocolError, match=f"ends at byte {beyond.layout.end}, of {arena.byte_count}"):
-        await unmapped.writer.map(Map(WRITER, await unmapped.owner.offer(WRITER), (beyond,)))
+        await unmapped.writer.map(to_map(WRITER, await unmapped.owner.offer(WRITER), (beyond,)))
     assert unmapped.owner.quiet(WRITER)
 
 
@@ -789,7 +789,7 @@ async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(unmapped
 )
 async def test_another_model_is_refused_field_by_field(unmapped: Pair, theirs: Component, text: str) -> None:
     with pytest.raises(LayoutMismatchError, match=text):
-        await unmapped.writer.map(Map(WRITER, await unmapped.owner.offer(WRITER), (theirs,)))
+        await unmapped.writer.map(to_map(WRITER, await unmapped.owner.offer(WRITER), (theirs,)))
 
 
 @pytest.mark.parametrize("way", ["cancel", "unmap"])

@@ -16,7 +16,7 @@ import uvloop
 from numpy.typing import NDArray
 
 from pdtransfer.errors import TransportError
-from pdtransfer.handoff.effects import Map, Outcome, Write
+from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
@@ -31,6 +31,7 @@ from pdtransfer.transports.options import Network, WriterOptions
 from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.transports.shm.writer import ShmWriter
 from tests.library.transports.fake_transport import FakeArena, FakeWriter
+from tests.support.shm_pair import to_map
 from tests.support.waiting import on_loop, until
 
 SLOTS, ROW, SESSION = 32, 48, 5
@@ -54,7 +55,7 @@ class World:
         self.writer = make_writer(self._wrote)
 
     async def map(self) -> int:
-        return await self.writer.map(Map(SESSION, await self.owner.offer(SESSION), (COMPONENT,)))
+        return await self.writer.map(to_map(SESSION, await self.owner.offer(SESSION), (COMPONENT,)))
 
     def write(self, number: int, slots: list[int], layers: tuple[int, int] = (0, 3), **more: Any) -> None:
         order = Write(
@@ -146,23 +147,23 @@ async def test_a_write_lands_its_rows_and_reports_later(world: World) -> None:
 @on_each_transport
 async def test_a_hand_over_is_good_once_and_never_after_revoke(world: World) -> None:
     reach = await world.owner.offer(SESSION)
-    await world.writer.map(Map(SESSION, reach, (COMPONENT,)))
+    await world.writer.map(to_map(SESSION, reach, (COMPONENT,)))
     world.writer.unmap(SESSION)
     world.owner.revoke(SESSION)
     await until(lambda: world.owner.quiet(SESSION))
     with pytest.raises(TransportError):
-        await world.writer.map(Map(SESSION, reach, (COMPONENT,)))
+        await world.writer.map(to_map(SESSION, reach, (COMPONENT,)))
     late = await world.owner.offer(6)
     world.owner.revoke(6)
     with pytest.raises(TransportError):
-        await world.writer.map(Map(6, late, (COMPONENT,)))
+        await world.writer.map(to_map(6, late, (COMPONENT,)))
 
 
 @on_each_transport
 async def test_a_session_is_quiet_from_unmap_to_forever(world: World) -> None:
     reach = await world.owner.offer(SESSION)
     assert not world.owner.quiet(SESSION)
-    await world.writer.map(Map(SESSION, reach, (COMPONENT,)))
+    await world.writer.map(to_map(SESSION, reach, (COMPONENT,)))
     world.owner.revoke(SESSION)
     assert not world.owner.quiet(SESSION)
     world.writer.unmap(SESSION)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtransfer.handoff.effects import Map, Outcome, Write
+from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.engines.arena import EngineArena
@@ -21,6 +21,7 @@ from tests.support.client_pair import component
 from tests.support.internals import sessions_of
 from tests.support.layout_tensors import CANARY, Pool, bytes_written, mla
 from tests.support.libraries import LIBRARIES
+from tests.support.shm_pair import to_map
 
 SESSION = 5
 LARGE, SMALL = 4_096, 16  # tokens: 64 MiB, and a quarter
@@ -49,7 +50,7 @@ class Both:
     ended: dict[int, tuple[Outcome, str]]
 
     async def map(self, session: int = SESSION) -> None:
-        await self.writer.map(Map(session, await self.owner.offer(session), (self.target,)))
+        await self.writer.map(to_map(session, await self.owner.offer(session), (self.target,)))
 
     def write(self, grant: int, first: int, end: int, session: int = SESSION) -> None:
         slots = np.arange(first, end)

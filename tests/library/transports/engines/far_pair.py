@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtransfer.handoff.effects import Map, Outcome, Write
+from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory.arena_memory import ArenaMemory
@@ -25,6 +25,7 @@ from tests.support.client_pair import component
 from tests.support.internals import sessions_of
 from tests.support.layout_tensors import CANARY, Model, Pool, bytes_written, c4, dsa_index, mha, mla
 from tests.support.processes import deliver
+from tests.support.shm_pair import to_map
 from tests.support.waiting import until
 
 SESSION = 5
@@ -56,7 +57,7 @@ class FarPair:
     lost: list[int]
 
     async def map(self) -> None:
-        await self.writer.map(Map(SESSION, await self.owner.offer(SESSION), (component(self.wanted),)))
+        await self.writer.map(to_map(SESSION, await self.owner.offer(SESSION), (component(self.wanted),)))
 
     def write(self, grant: int, source: NDArray[np.int64], target: NDArray[np.int64], **more: Any) -> None:
         """All layers of these slots, as the only write of its grant."""

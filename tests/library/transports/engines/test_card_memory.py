@@ -41,6 +41,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.internals import core_of, node_of, sessions_of
 from tests.support.layout_tensors import CANARY, Pool, mla
 from tests.support.processes import deliver
+from tests.support.shm_pair import to_map
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]  # whole processes
@@ -258,7 +259,7 @@ async def test_a_session_that_has_ended_while_the_card_was_tried_out_gets_no_pro
     async with card_pair() as it:
         offering = asyncio.create_task(it.owner.offer(SESSION + 1))
         reach = await it.owner.offer(SESSION)
-        mapping = asyncio.create_task(it.writer.map(Map(SESSION, reach, (in_hbm(it.wanted),))))
+        mapping = asyncio.create_task(it.writer.map(to_map(SESSION, reach, (in_hbm(it.wanted),))))
         await asyncio.sleep(0)
         it.writer.unmap(SESSION)
         with pytest.raises(TransportError):

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from pdtransfer.client.decode_node import DecodeNode
 from pdtransfer.client.prefill_node import PrefillNode
 from pdtransfer.errors import ConfigError, TransportError
-from pdtransfer.handoff.effects import Map, Outcome, RoomDrained, RoomFailed, RoomLeased, RoomReady
+from pdtransfer.handoff.effects import Outcome, RoomDrained, RoomFailed, RoomLeased, RoomReady
 from pdtransfer.limits import ENGINES_MAX
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
@@ -51,6 +51,7 @@ from tests.support.node_pair import NodePair, node_pair
 from tests.support.paths import REPO
 from tests.support.processes import command_line, deliver
 from tests.support.session_ends import REACH, identity
+from tests.support.shm_pair import to_map
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]  # whole processes
@@ -299,7 +300,7 @@ async def test_a_session_has_as_many_engines_as_both_sides_take(library: Library
     async with both(library, engines=engines) as it:
         reach = await it.owner.offer(SESSION)
         assert len(targets_of(reach)) == engines[1]
-        await it.writer.map(Map(SESSION, reach, (it.target,)))
+        await it.writer.map(to_map(SESSION, reach, (it.target,)))
         command = command_line(it.ours())
         assert command[-min(engines) :] == list(targets_of(reach)[: min(engines)])
         it.write(1, 0, LARGE)
@@ -355,7 +356,7 @@ async def test_engines_are_bounded_and_a_refused_offer_names_the_bound(monkeypat
             await it.owner.offer(2)
         monkeypatch.setattr(engine_settings, "ENGINES_MAX", 0)
         with pytest.raises(TransportError, match="engines: 0 of 0"):
-            await it.writer.map(Map(1, reach, (it.target,)))
+            await it.writer.map(to_map(1, reach, (it.target,)))
 
 
 @pytest.mark.parametrize(("wanted", "sessions"), [(4, 133), (2, 160), (1, 256)])
@@ -426,10 +427,10 @@ async def test_a_peer_that_does_not_shake_hands_costs_no_memory(monkeypatch: pyt
         with monkeypatch.context() as hurried:
             hurried.setattr(process, "_READY_SECONDS", 1.0)  # one that is to come up may take longer
             with pytest.raises(TransportError, match="not ready within"):
-                await it.writer.map(Map(1, reach, (it.target,)))
+                await it.writer.map(to_map(1, reach, (it.target,)))
         assert not rings
         os.kill(it.theirs(1), signal.SIGCONT)
-        await it.writer.map(Map(2, reach, (it.target,)))
+        await it.writer.map(to_map(2, reach, (it.target,)))
         (ring,) = rings
         assert not os.fstat(ring.fd).st_blocks, "its process backs nothing of it"
 
@@ -466,7 +467,7 @@ async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_wi
         host, _, port = reach.host.partition(":")
         deliver([it.theirs(1)], signal.SIGSTOP)  # its port takes connections, and nobody ever answers
         with pytest.raises(TransportError, match=reach.host):
-            await it.writer.map(Map(1, reach, (it.target,)))
+            await it.writer.map(to_map(1, reach, (it.target,)))
         os.kill(it.theirs(1), signal.SIGCONT)
         for wrong in (
             {"base": reach.base + (1 << 30)},
@@ -475,7 +476,7 @@ async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_wi
             {"host": "/etc/passwd"},
         ):
             with pytest.raises(TransportError):
-                await it.writer.map(Map(2, replace(reach, **wrong), (it.target,)))
+                await it.writer.map(to_map(2, replace(reach, **wrong), (it.target,)))
         assert not sessions_of(it.writer)
 
 
@@ -701,7 +702,7 @@ async def test_a_writer_that_closes_maps_nothing_more(transport: Any) -> None:
     made = select.PrefillTransports((latent("layer_first", 1),), WriterOptions(transport=transport), wrote=ignore_end)
     await made.close()
     with pytest.raises(TransportError, match="closing"):
-        await made.map(Map(1, replace(REACH, transport=transport), (latent("page_first", 1),)))
+        await made.map(to_map(1, replace(REACH, transport=transport), (latent("page_first", 1),)))
     assert not made._made
 
 
@@ -719,7 +720,7 @@ async def test_an_arena_that_closes_starts_no_engine_for_a_session_that_comes_me
 async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody() -> None:
     async with both() as it:
         made = select.PrefillTransports((it.target,), WriterOptions(transport="mooncake"), wrote=ignore_end)
-        await made.map(Map(SESSION, await it.owner.offer(SESSION), (it.target,)))
+        await made.map(to_map(SESSION, await it.owner.offer(SESSION), (it.target,)))
         made.unmap(SESSION)
         assert await made.fence(SESSION)
         await made.close()
@@ -729,7 +730,7 @@ async def test_sessions_that_are_mapped_at_once_are_bounded_all_the_same(monkeyp
     async with both() as it:
         reaches = [await it.owner.offer(session) for session in (1, 2)]
         monkeypatch.setattr(engine_settings, "ENGINES_MAX", 2)
-        mapped = [it.writer.map(Map(session, reach, (it.target,))) for session, reach in enumerate(reaches, 1)]
+        mapped = [it.writer.map(to_map(session, reach, (it.target,))) for session, reach in enumerate(reaches, 1)]
         _, refused = await asyncio.gather(*mapped, return_exceptions=True)
         assert "engines: 2 of 2" in str(refused)
 

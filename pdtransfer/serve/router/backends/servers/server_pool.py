@@ -163,7 +163,7 @@ class ServerPool:
         self._pair_twins()
         servers: dict[Role, list[Server]] = {"prefill": self.prefill, "decode": self.decode}
         keeps_turns = decode_computes and limits.turn_tokens_max > 0
-        self._policy = FewestAnswers(servers, limits, without_prefill, keeps_turns)
+        self._policy = FewestAnswers(servers, limits, without_prefill=without_prefill, keeps_turns=keeps_turns)
 
     @property
     def all(self) -> list[Server]:

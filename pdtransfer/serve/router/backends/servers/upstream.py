@@ -88,7 +88,7 @@ class Upstream:
     async def probe(self, server: Server) -> str:
         """Asks a server for its health; returns the reason why it is not healthy, empty if it is."""
         try:
-            async with self._asked(server, "/health") as response:
+            async with self._asked(server, "/health", wait_ms=self.limits.silence_ms) as response:
                 return "" if response.status == 200 else f"/health answers {response.status}"
         except (aiohttp.ClientError, OSError) as error:
             return _reason(error) or f"/health has not answered within {self.limits.silence_ms} ms"
@@ -96,7 +96,7 @@ class Upstream:
     async def metrics(self, server: Server, path: str) -> bytes | None:
         """Asks a server for its metrics; None where it has none."""
         try:
-            async with self._asked(server, path) as response:
+            async with self._asked(server, path, wait_ms=self.limits.silence_ms) as response:
                 answer = await self.whole(server, response, METRICS_BYTES_MAX)
         except (aiohttp.ClientError, OSError, AttemptFailedError) as error:
             log.debug("%s: %s", server.url, error)
@@ -105,11 +105,11 @@ class Upstream:
 
     @asynccontextmanager
     async def _asked(
-        self, server: Server, path: str, headers: Mapping[str, str] | None = None, *, wait_ms: int = 0
+        self, server: Server, path: str, headers: Mapping[str, str] | None = None, *, wait_ms: int
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """A server's answer to a GET, in this scope and for so long."""
         async with (
-            asyncio.timeout((wait_ms or self.limits.silence_ms) / 1e3),
+            asyncio.timeout(wait_ms / 1e3),
             self._session.get(server.url + path, headers=headers, allow_redirects=False) as response,
         ):
             yield response

@@ -67,12 +67,11 @@ def dealt(items: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
     computes much. What is left at the end, of which one worker takes some from another, is short, and shares no fleet.
     """
     modules, short = defaultdict[Path, list[pytest.Item]](list), list[pytest.Item]()
+    slow, half = SLOW_FOLDERS | FLEET_FOLDERS, workers // 2
     for item in items:
-        slow = SLOW_FOLDERS | FLEET_FOLDERS
         (short if slow.isdisjoint(item.path.parents) else modules[item.path]).append(item)
     shares = [list[pytest.Item]() for _ in range(workers)]
     for path, module in sorted(modules.items(), key=lambda each: len(each[1]), reverse=True):
-        half = workers // 2
         among = shares[half:] if FLEET_FOLDERS.isdisjoint(path.parents) else shares[:half]
         min(among or shares, key=len).extend(module)
     order = list[pytest.Item]()

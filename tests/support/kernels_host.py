@@ -19,18 +19,26 @@ from pdtransfer.kernels.kv_copy import Launch, launch_of, pairing_of, side_of
 from pdtransfer.kernels.pools import Pool
 
 SOURCE = Path(__file__).parent / "kernels_on_host.cpp"
-FLAGS = ["-x", "c++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fno-sanitize-recover=all"]
+FLAGS = ["-x", "c++", "-O1", "-Wall", "-Wextra", "-Werror"]
+ENDS = "-std=c++17", "-g", "-fno-sanitize-recover=all"  # the process, with the place
 
 
-def built(target: Path, *flags: str) -> None:
-    """Compiles SOURCE; skips the test where there is no compiler or no sanitizer."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
-    command = ["g++", *FLAGS, f"-I{kernels.source_directory()}", *flags, "-o", str(target), str(SOURCE)]
+def built(target: Path, *flags: str, source: Path = SOURCE) -> None:
+    """Compiles a source as C++; skips the test where there is no compiler or no sanitizer."""
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    command = ["c++", *FLAGS, f"-I{kernels.source_directory()}", *flags, "-o", str(target), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     if "cannot find" in done.stderr:
         pytest.skip("no sanitizer")
     assert not done.returncode, done.stderr
+
+
+def sanitized(target: Path, name: str, *flags: str) -> Path:
+    """A library of one of the product's sources, which reports undefined behaviour on standard error."""
+    source = kernels.source_directory() / name
+    built(target, "-std=c++11", "-fPIC", "-shared", "-fsanitize=undefined", *flags, source=source)
+    return target
 
 
 @cache
@@ -40,7 +48,7 @@ def library(directory: Path) -> ctypes.CDLL:
     with (directory / "kernels_on_host.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            built(path, "-shared", "-fPIC", "-fsanitize=undefined")
+            built(path, *ENDS, "-shared", "-fPIC", "-fsanitize=undefined")
     return ctypes.CDLL(str(path))
 
 

@@ -36,6 +36,7 @@ PEERS = {f"p{n}": f"tcp://p{n}" for n in range(5)} | {
     f"{role}{n}": f"node:{role}{n}" for role in "dr" for n in range(4)
 }
 NAMES = {endpoint: name for name, endpoint in PEERS.items()}
+GROUP = PEERS | {"x": ""}  # what a member's endpoint is; x gives none
 STATED = {
     "session": 0xA0, "tokens": 8, "prefix": 0, "send_aux": True, "time_left_ms": 60_000, "aux": b"", "detail": "",
     "incarnation": 1, "version": VERSION, "version_min": VERSION, "version_max": VERSION, "fields": (), "reach": REACH,
@@ -263,9 +264,7 @@ _BY_NAME: dict[str, Callable[[Any], Any]] = {
     "fields": lambda text: tuple(text.split("; ")) if text else (),
     "parts": _parts,
     "ranks": lambda text: Ranks(*map(int, text.split("/"))),
-    "group": lambda items: tuple(
-        Member(each, PEERS.get(each, "") if number else "") for number, each in enumerate(items)
-    ),
+    "group": lambda items: tuple(Member(each, GROUP[each] if number else "") for number, each in enumerate(items)),
     "keys": lambda items: _numbers(items).astype("<u4").tobytes(),
     "chosen": lambda items: tuple(map(int, items)),
     "holds": lambda items: tuple(map(_held, items)),

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import stat
-import subprocess
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import Plan, plan
+from tests.support import kernels_host
 from tests.support.effort import some
 
 NUMPY = NativeCopy(path=None, text="numpy")
@@ -53,27 +53,7 @@ def either(request: pytest.FixtureRequest) -> NativeCopy:
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> NativeCopy:
     """The same source as C++, which reports undefined behaviour on standard error."""
-    path = tmp_path_factory.mktemp("sanitized") / "host_copy.so"
-    if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler")
-    flags = [
-        "-x",
-        "c++",
-        "-std=c++11",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-fsanitize=undefined",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-    ]
-    built = subprocess.run(
-        ["c++", *flags, "-o", path, kernels.source_directory() / "host_copy.c"], capture_output=True, text=True
-    )
-    if "cannot find" in built.stderr:
-        pytest.skip("no sanitizer")
-    assert not built.returncode, built.stderr
+    path = kernels_host.sanitized(tmp_path_factory.mktemp("sanitized") / "host_copy.so", "host_copy.c")
     return kernels._open(path)
 
 

@@ -90,7 +90,7 @@ def test_pages_that_keep_values_and_scales_apart_move_row_by_row_to_rows_of_thei
 
 @pytest.mark.slow
 def test_rows_of_every_size_and_alignment_stay_within_themselves(tmp_path: Path) -> None:
-    kernels_host.built(tmp_path / "alone", "-DALONE", "-fsanitize=address,undefined")
+    kernels_host.built(tmp_path / "alone", *kernels_host.ENDS, "-DALONE", "-fsanitize=address,undefined")
     done = subprocess.run([tmp_path / "alone"], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "72704 rows\n"

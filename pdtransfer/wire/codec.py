@@ -34,7 +34,7 @@ _unpack = cast("Callable[..., object]", msgpack.unpackb)  # pyright: ignore[repo
 
 def encode(message: Message) -> bytes:
     """Encodes one frame; writes every field, defaults too. Does not check bounds: the receiver and the tests do."""
-    frame = _encoder.encode((VERSION, int(message.kind), *msgspec.structs.astuple(message)))
+    frame = _encoder.encode((VERSION, message.kind, *msgspec.structs.astuple(message)))
     assert len(frame) <= FRAME_BYTES_MAX, f"{type(message).__name__} of {len(frame)} bytes"
     return frame
 

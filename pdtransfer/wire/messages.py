@@ -7,7 +7,6 @@ proto/v1, whose tables are generated from this module.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
@@ -59,50 +58,10 @@ Reason = Annotated[str, Meta(min_length=1, max_length=32)]
 TransportName = Annotated[str, Meta(min_length=1, max_length=32, pattern=r"\A[a-z0-9_-]+\Z")]
 
 
-class Kind(IntEnum):
-    """The second field of every frame."""
-
-    HELLO = 1
-    WELCOME = 2
-    REJECT = 3
-    REGISTER = 4
-    REGISTERED = 5
-    GRANT = 6
-    GRANTED = 7
-    LANDED = 8
-    RELEASED = 9
-    FAILED = 10
-    ABORT = 11
-    DRAINED = 12
-    BEGIN = 13
-    BEGUN = 14
-    TOKENS = 15
-    TOKENS_ACKED = 16
-    END = 17
-    ENDED = 18
-    CANCEL = 19
-    LOAD = 20
-    PING = 21
-    PONG = 22
-    GOODBYE = 23
-    # 24 to 31 are not kinds of version 1. The kinds below are spoken among the ranks of one worker alone.
-    RANK_JOIN = 32
-    RANK_MEET = 33
-    RANK_BOUND = 34
-    RANK_ROOM = 35
-    STEP_ORDERS = 36
-    RANK_FAILED = 37
-    RANK_RELOAD = 38
-    RANK_READY = 39
-    RANK_LANDED = 40
-    RANK_DRAINED = 41
-    RANK_PICKED = 42
-
-
 class _Wire(Struct, array_like=True, frozen=True, gc=False):
     """Fields in wire order; a field with a default was appended after v1.0 or is optional from the start."""
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[int]  # 24 to 31 are not kinds of version 1; those from 32 on are of the ranks of one worker alone
 
 
 class Ranks(Struct, array_like=True, frozen=True):
@@ -175,7 +134,7 @@ class Withdrawn(Struct, array_like=True, frozen=True):
 class Hello(_Wire, frozen=True):
     """Opens a connection; says which versions the dialler speaks, and repeats until Welcome or Reject."""
 
-    kind = Kind.HELLO
+    kind = 1
     version_min: Count16  # the lowest version that the dialler speaks
     version_max: Count16  # the highest
     identity: Identity  # who dials
@@ -186,7 +145,7 @@ class Hello(_Wire, frozen=True):
 class Welcome(_Wire, frozen=True):
     """Answers Hello: the version that both will speak, and who the listener is."""
 
-    kind = Kind.WELCOME
+    kind = 2
     version: Count16  # the highest that both speak
     identity: Identity  # who was dialled
 
@@ -194,7 +153,7 @@ class Welcome(_Wire, frozen=True):
 class Reject(_Wire, frozen=True):
     """Refuses a Hello (session 0) or a session; `fields` names each field that was wrong, with both values."""
 
-    kind = Kind.REJECT
+    kind = 3
     session: Id64  # the session refused; 0: the Hello
     reason: Reason  # "unknown_session", a cause, or a newer peer's word
     fields: Annotated[tuple[Text, ...], Meta(max_length=FIELDS_MAX)]  # one line a field: its name and both values
@@ -226,7 +185,7 @@ class StagedLayout(Struct, array_like=True, frozen=True):
 class Register(_Wire, frozen=True):
     """Opens a session: what this writer may write, and how; repeats until Registered says that all bytes are ready."""
 
-    kind = Kind.REGISTER
+    kind = 4
     session: Id64  # a random u64 that decode mints, never 0; every message down to Drained opens with it
     components: Components  # only this rank's planes; bases are arena offsets, but see `staging`
     reach: Reach  # how to write there
@@ -239,7 +198,7 @@ class Register(_Wire, frozen=True):
 class Registered(_Wire, frozen=True):
     """How many bytes of the arena the writer has ready, from offset 0; grants stay below."""
 
-    kind = Kind.REGISTERED
+    kind = 5
     session: Id64  # Register's
     bytes_ready: Bytes64  # arena_bytes once all are
     hbm_direct: bool = False  # rows of HBM components go to the GPU's memory that Reach names, not to the arena
@@ -257,7 +216,7 @@ class Part(Struct, array_like=True, frozen=True):
 class Grant(_Wire, frozen=True):
     """Leases slots to one room on this session; repeats until Granted or an end."""
 
-    kind = Kind.GRANT
+    kind = 6
     session: Id64  # Register's
     grant: GrantNumber  # dense from 1 in its session
     room: Id64  # the router's random u64 of this hand-off
@@ -280,7 +239,7 @@ class Grant(_Wire, frozen=True):
 class Granted(_Wire, frozen=True):
     """The grant is known; it will end as Landed, Failed or Drained."""
 
-    kind = Kind.GRANTED
+    kind = 7
     session: Id64  # Register's
     grant: GrantNumber  # Grant's
 
@@ -288,7 +247,7 @@ class Granted(_Wire, frozen=True):
 class Landed(_Wire, frozen=True):
     """Every byte of the grant is written: proof that writing has ended. Repeats until Released."""
 
-    kind = Kind.LANDED
+    kind = 8
     session: Id64  # Register's
     grant: GrantNumber  # Grant's
     kv_bytes: Bytes64  # written for this grant
@@ -299,7 +258,7 @@ class Landed(_Wire, frozen=True):
 class Released(_Wire, frozen=True):
     """The end of this grant has arrived, whichever of Landed, Failed, Drained it was; says nothing of the slots."""
 
-    kind = Kind.RELEASED
+    kind = 9
     session: Id64  # Register's
     grant: GrantNumber  # the ended grant
 
@@ -307,7 +266,7 @@ class Released(_Wire, frozen=True):
 class Failed(_Wire, frozen=True):
     """The grant failed. Quiescent: proof that writing has ended, repeats until Released. Else Drained follows."""
 
-    kind = Kind.FAILED
+    kind = 10
     session: Id64  # Register's
     grant: GrantNumber  # Grant's
     reason: Reason  # a cause
@@ -318,7 +277,7 @@ class Failed(_Wire, frozen=True):
 class Abort(_Wire, frozen=True):
     """Stop writing for this grant, or refuse it forever; repeats until Drained, Landed or Failed(quiescent)."""
 
-    kind = Kind.ABORT
+    kind = 11
     session: Id64  # Register's
     grant: GrantNumber  # its Grant need not have arrived, nor been sent
     room: Id64 = 0  # the Grant's; it fails at prefill, also if it is opened later; 0: not named
@@ -328,7 +287,7 @@ class Abort(_Wire, frozen=True):
 class Drained(_Wire, frozen=True):
     """No access of this grant is, or ever will be, in flight. Repeats until Released."""
 
-    kind = Kind.DRAINED
+    kind = 12
     session: Id64  # Register's
     grant: GrantNumber  # the ended grant
 
@@ -360,7 +319,7 @@ class Sampling(Struct, array_like=True, frozen=True):
 class Begin(_Wire, frozen=True):
     """The router starts a room on one daemon; repeats until Begun or End."""
 
-    kind = Kind.BEGIN
+    kind = 13
     room: Id64  # a random u64; a retry is a new room
     prompt: Annotated[bytes, Meta(max_length=PROMPT_BYTES_MAX)]  # u32 token ids
     sampling: Sampling  # how tokens are picked
@@ -383,14 +342,14 @@ class Begin(_Wire, frozen=True):
 class Begun(_Wire, frozen=True):
     """Begin has arrived; End will follow."""
 
-    kind = Kind.BEGUN
+    kind = 14
     room: Id64  # Begin's
 
 
 class Tokens(_Wire, frozen=True):
     """Generated ids from `first` on; what is not acknowledged is sent again."""
 
-    kind = Kind.TOKENS
+    kind = 15
     room: Id64  # Begin's
     first: TokenCount  # index of the first id here; the room's first generated token is 0
     ids: Annotated[bytes, Meta(max_length=4 * TOKENS_BURST_MAX)]  # u32
@@ -402,7 +361,7 @@ class Tokens(_Wire, frozen=True):
 class TokensAcked(_Wire, frozen=True):
     """Every generated id below `next` has arrived."""
 
-    kind = Kind.TOKENS_ACKED
+    kind = 16
     room: Id64  # Begin's
     next: TokenCount  # index of the first id that has not
 
@@ -410,7 +369,7 @@ class TokensAcked(_Wire, frozen=True):
 class End(_Wire, frozen=True):
     """The room has ended on this daemon, once; repeats until Ended."""
 
-    kind = Kind.END
+    kind = 17
     room: Id64  # Begin's
     reason: Reason  # "stop", "length", "done" (prefill), or a cause
     detail: Text  # for a person
@@ -435,14 +394,14 @@ class End(_Wire, frozen=True):
 class Ended(_Wire, frozen=True):
     """End has arrived."""
 
-    kind = Kind.ENDED
+    kind = 18
     room: Id64  # End's
 
 
 class Cancel(_Wire, frozen=True):
     """The router gives the room up; repeats until End."""
 
-    kind = Kind.CANCEL
+    kind = 19
     room: Id64  # Begin's
     reason: Reason  # a cause
 
@@ -457,7 +416,7 @@ class Unusable(Struct, array_like=True, frozen=True):
 class Load(_Wire, frozen=True):
     """What a daemon has and has left, sent to its routers when it changes and with every Pong."""
 
-    kind = Kind.LOAD
+    kind = 20
     ready: bool  # takes rooms
     draining: bool  # shuts down: no new rooms
     rooms_running: Count32  # begun and not ended, the queued ones left out
@@ -477,7 +436,7 @@ class Load(_Wire, frozen=True):
 class Ping(_Wire, frozen=True):
     """Are you there, and still the one I know?"""
 
-    kind = Kind.PING
+    kind = 21
     incarnation: Id64  # the asking process's own
     # A router's to decode: some of the prefill ranks that rooms may name, for sessions to be opened ahead; else none.
     peers: Annotated[tuple[Endpoint, ...], Meta(max_length=PEERS_MAX)] = ()
@@ -515,7 +474,7 @@ class WorkerFigures(Struct, array_like=True, frozen=True):
 class Pong(_Wire, frozen=True):
     """Answers Ping with the answering process's own incarnation."""
 
-    kind = Kind.PONG
+    kind = 22
     incarnation: Id64  # the answering process's own
     # A daemon's to a router: one entry; else none.
     figures: Annotated[tuple[WorkerFigures, ...], Meta(max_length=1)] = ()
@@ -524,7 +483,7 @@ class Pong(_Wire, frozen=True):
 class Goodbye(_Wire, frozen=True):
     """This process ends its sessions in good order."""
 
-    kind = Kind.GOODBYE
+    kind = 23
     incarnation: Id64  # the leaving process's own
     reason: Reason  # a cause
 
@@ -539,7 +498,7 @@ class Setting(Struct, array_like=True, frozen=True):
 class RankJoin(_Wire, frozen=True):
     """A rank joins the leader of its worker; answered by RankMeet once all have, or by Reject."""
 
-    kind = Kind.RANK_JOIN
+    kind = 32
     ranks: Ranks  # the sender's
     node: Name  # its name
     settings: Annotated[tuple[Setting, ...], Meta(max_length=FIELDS_MAX)]  # must equal the leader's, one for one
@@ -549,7 +508,7 @@ class RankJoin(_Wire, frozen=True):
 class RankMeet(_Wire, frozen=True):
     """All ranks have joined: they connect to each other, for tensors."""
 
-    kind = Kind.RANK_MEET
+    kind = 33
     port: Count16  # of the leader's host, for the leader's tensors
     tensors: Annotated[tuple[Address, ...], Meta(max_length=PEERS_MAX)] = ()  # of the other ranks, from rank 1 on
     secret: Annotated[bytes, Meta(max_length=32)] = b""  # proves a rank to another where it connects
@@ -558,7 +517,7 @@ class RankMeet(_Wire, frozen=True):
 class RankBound(_Wire, frozen=True):
     """The rank's engine is warm and its node listens."""
 
-    kind = Kind.RANK_BOUND
+    kind = 34
     endpoint: Address  # where peers dial this rank
     http: Address  # where its metrics are; empty: nowhere
 
@@ -566,7 +525,7 @@ class RankBound(_Wire, frozen=True):
 class RankRoom(_Wire, frozen=True):
     """Open or expect this room, as the router has begun it."""
 
-    kind = Kind.RANK_ROOM
+    kind = 35
     number: RankNumber  # dense from 1 in each direction of a connection between ranks
     local_id: Id64  # the leader's number of this room, used once; all ranks and engines of the worker go by it
     begin: Begin  # the router's; without prefill: with what the leader has not cached of the prompt in rest_max
@@ -583,7 +542,7 @@ class StepOrder(Struct, array_like=True, frozen=True):
 class StepOrders(_Wire, frozen=True):
     """Give the engine these orders, then step it once."""
 
-    kind = Kind.STEP_ORDERS
+    kind = 36
     number: RankNumber  # as RankRoom's
     orders: Annotated[tuple[StepOrder, ...], Meta(max_length=STEP_ORDERS_MAX)]  # in this order
 
@@ -591,7 +550,7 @@ class StepOrders(_Wire, frozen=True):
 class RankFailed(_Wire, frozen=True):
     """The room has failed: on this rank, or as the leader says on another, or for good."""
 
-    kind = Kind.RANK_FAILED
+    kind = 37
     number: RankNumber  # as RankRoom's
     local_id: Id64  # the room
     reason: Reason  # a cause
@@ -602,14 +561,14 @@ class RankFailed(_Wire, frozen=True):
 class RankReload(_Wire, frozen=True):
     """Read the allow-list anew."""
 
-    kind = Kind.RANK_RELOAD
+    kind = 38
     number: RankNumber  # as RankRoom's
 
 
 class RankReady(_Wire, frozen=True):
     """The room is in this rank's arena."""
 
-    kind = Kind.RANK_READY
+    kind = 39
     number: RankNumber  # as RankRoom's
     local_id: Id64  # the room
     kv_bytes: Bytes64  # landed
@@ -619,7 +578,7 @@ class RankReady(_Wire, frozen=True):
 class RankLanded(_Wire, frozen=True):
     """All that this rank had to write of the room is written."""
 
-    kind = Kind.RANK_LANDED
+    kind = 40
     number: RankNumber  # as RankRoom's
     local_id: Id64  # the room
     kv_bytes: Bytes64  # written
@@ -631,7 +590,7 @@ class RankLanded(_Wire, frozen=True):
 class RankDrained(_Wire, frozen=True):
     """Nothing reads this rank's pages of the room any more."""
 
-    kind = Kind.RANK_DRAINED
+    kind = 41
     number: RankNumber  # as RankRoom's
     local_id: Id64  # the room
 
@@ -639,7 +598,7 @@ class RankDrained(_Wire, frozen=True):
 class RankPicked(_Wire, frozen=True):
     """The rank that ends a pipeline has picked the first token."""
 
-    kind = Kind.RANK_PICKED
+    kind = 42
     number: RankNumber  # as RankRoom's
     local_id: Id64  # the room
     aux: Annotated[bytes, Meta(max_length=AUX_BYTES_MAX)]  # what decode needs to go on
@@ -652,4 +611,4 @@ Message: TypeAlias = (
     | RankDrained | RankPicked
 )  # fmt: skip
 
-MESSAGES: dict[int, type[Message]] = {int(message.kind): message for message in get_args(Message)}
+MESSAGES: dict[int, type[Message]] = {message.kind: message for message in get_args(Message)}

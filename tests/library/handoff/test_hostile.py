@@ -23,7 +23,6 @@ from pdtransfer.wire import (
     Goodbye,
     Grant,
     Granted,
-    Kind,
     Landed,
     Message,
     Part,
@@ -472,7 +471,7 @@ def test_the_raving_gets_somewhere() -> None:
         delivered, done = delivered + siege.delivered, done + siege.done
     for side in ("decode", "prefill"):
         assert {what for what in delivered if what.endswith(side)} >= {
-            f"{kind.__name__} to {side}" for kind in MESSAGES.values() if kind.kind <= Kind.DRAINED or kind is Goodbye
+            f"{kind.__name__} to {side}" for kind in MESSAGES.values() if kind.kind <= Drained.kind or kind is Goodbye
         }
     for what in ("Released from decode", "Reject from decode", "Register from decode", "Grant from decode"):
         assert done[what] > 20, what

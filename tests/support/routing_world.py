@@ -12,7 +12,7 @@ import numpy as np
 
 from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, Finish
+from pdtransfer.serve.router.backends.daemons.router_effects import Emit, RoomEnded
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
@@ -168,7 +168,7 @@ class World:
         self.sent: list[tuple[str, Message]] = []
         self.requests: dict[int, CompletionRequest] = {}
         self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.ends: dict[int, Finish | Fail] = {}
+        self.ends: dict[int, RoomEnded] = {}
         self.daemons = [Daemon(self, f"p{i}", "prefill") for i in range(prefill)]
         self.daemons += [Daemon(self, f"d{i}", "decode") for i in range(decode)]
         self.router_life = 0
@@ -211,12 +211,12 @@ class World:
                     self.tokens[label] += ids
                     whole = answer(self.requests[label])
                     assert self.tokens[label] == whole[: len(self.tokens[label])]
-                case Finish(label) | Fail(label):
+                case RoomEnded(request=label, next_room=None):
                     assert label in self.requests
                     assert label not in self.ends, "answered twice"
                     self.ends[label] = effect
-                    if isinstance(effect, Finish):
-                        assert effect.room.resumptions or len(self.tokens[label]) == effect.room.decode.tokens
+                    if effect.cause is None:
+                        assert effect.resumptions or len(self.tokens[label]) == effect.decode.tokens
                         assert len(self.tokens[label]) == self.requests[label].sampling.max_tokens
 
     def carry(self, daemon: Daemon, message: Message, *, to_router: bool) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.peers import Send
-from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, Finish, RoutingEffect
+from pdtransfer.serve.router.backends.daemons.router_effects import Emit, RoomEnded, RoutingEffect
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
@@ -115,12 +115,12 @@ class RouterNode(Process):
                     self.send(peer, message)
                 case Emit(label, ids):
                     self.clients[label].receive(ids)
-                case Finish(label):
+                case RoomEnded(request=label, cause=None):
                     client = self.clients[label]
                     if len(client.ids) != client.max_tokens:
                         world.fail(f"request {client.number} is finished with {len(client.ids)} tokens")
                     client.over("finished")
-                case Fail(label, cause, detail):
+                case RoomEnded(request=label, cause=cause, detail=detail, next_room=None):
                     world.log(f"{self.name} request {self.clients[label].number} failed {cause} {detail}")
                     if (world.profile.leaves or world.profile.exact) and cause is not Cause.ABORTED:
                         world.fail(f"request {self.clients[label].number} is lost: {cause} {detail}")

@@ -18,7 +18,7 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.daemons.answer import TURN_TOKENS_MAX, Answer, AnswerText, Choice
 from pdtransfer.serve.router.backends.daemons.answers import LOGPROBS_INLINE_MAX
-from pdtransfer.serve.router.backends.daemons.router_effects import Finish, RoomReport
+from pdtransfer.serve.router.backends.daemons.router_effects import RoomEnded
 from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
 from pdtransfer.serve.router.front.text import BytesText
@@ -242,11 +242,12 @@ async def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None
     news, turns, stopped = asyncio.Event(), 0, []
     client = ClientRequest(node="r", path="/v1/completions", request_id="r-1")
     choices: list[Choice] = []
+    complete = partial(RoomEnded, id=1, prefill_node="p", decode_node="d")
     scores = b"".join(Logprobs(-float(index)).pack() for index in range(count))
 
     def stopping(request: int) -> None:
         stopped.append(request)
-        choices[request].room_ended(Finish(request, RoomReport(1, "p", "d")), 0.0)
+        choices[request].room_ended(complete(request=request), 0.0)
 
     for index, room in enumerate(completion.rooms):
         text = AnswerText(BytesText(), room.sampling, completion.stops, keep_stop=False)
@@ -255,7 +256,7 @@ async def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None
     for index, choice in enumerate(choices):
         choice.put([97] * count + [98], scores + Logprobs(-1.0).pack(), 0.0)
         if index or stop is None:
-            choice.room_ended(Finish(index, RoomReport(1, "p", "d")), 0.0)
+            choice.room_ended(complete(request=index), 0.0)
 
     async def other() -> None:
         nonlocal turns

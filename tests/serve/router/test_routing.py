@@ -3,9 +3,9 @@ storms: a bad network in virtual time, with the daemons' services.
 
 Its workers p0, d0 and so on have the nodes P0, D0; `node` meets them all. `submit` has the fields of a request and of
 its Sampling. Ids and prompts are first:end. Begins to two workers that name each other are one, of P+D, whose
-first_token is prefill's. A struct in a field is shown without what is as stated, a report without its Ends' room. A
-Fail or Retry has the cause and detail of an End, if none of its own. Behind the effects: counters, the models with
-their longest contexts, the state of each worker with the reason why it gets no room, and requests that are open.
+first_token is prefill's. A struct in a field is shown without what is as stated. A RoomEnded is of the request that its
+room began, if of no other, and has the detail of an End, if none of its own. Behind the effects: counters, the models
+with their longest contexts, the state of each worker with the reason why it gets no room, and requests that are open.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pdtransfer.handoff.peers import Send
 from pdtransfer.handoff.slot_allocator import extents_of
 from pdtransfer.limits import AHEAD_PING, PROMPT_BYTES_MAX, Limits
 from pdtransfer.serve.router.backends.daemons import worker_pool
-from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, Finish, Retry, RoomReport, WorkerChanged
+from pdtransfer.serve.router.backends.daemons.router_effects import Emit, RoomEnded, WorkerChanged
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.router.backends.daemons.workers import Worker, obstacle, worker_status
@@ -102,6 +102,7 @@ class RoutingPlayer(SessionPlayer):
     peer = ""
     known = ()
     sender = ""  # of the message that comes in
+    room = 0  # whose Ends are shown
     takes: ClassVar = {
         "node": Limits,
         "submit": type("Asked", (), {"__annotations__": get_type_hints(CompletionRequest) | get_type_hints(Sampling)}),
@@ -137,7 +138,8 @@ class RoutingPlayer(SessionPlayer):
             Load: msgspec.structs.asdict(LOAD),
             Reject: {"session": 0, "reason": "refused"},
             Tokens: {"first": 0},
-        }.get(kind, {"retry_ms": 0, "resumed": False, "cause": None, "detail": None})
+            Sampling: {"max_tokens": SAMPLING.max_tokens},
+        }.get(kind, {"request": 0, "prefill_node": "P0", "decode_node": "D0", "prompt_tokens": len(PROMPT) // 4})
 
     def _receive(self, name: str, words: list[str]) -> list[Any]:
         self.sender = next(PEERS[word] for word in words if word in PEERS)
@@ -155,8 +157,10 @@ class RoutingPlayer(SessionPlayer):
         return _paired(super()._do(verb, words))
 
     def shown(self, effect: Any) -> str:
-        if isinstance(effect, Fail | Retry) and _reports(effect.room, effect.cause, effect.detail):
-            effect = replace(effect, cause=None, detail=None)
+        if isinstance(effect, RoomEnded):
+            self.room, request = effect.id, effect.request
+            detail = "" if _reports(effect) else effect.detail
+            effect = replace(effect, request=0 if request == effect.id else request, detail=detail)
         shown = super().shown(_struct(effect) if is_dataclass(effect) else effect)
         return re.sub(r"sampling=\((.*?)\)", r"\1", shown)
 
@@ -168,16 +172,10 @@ class RoutingPlayer(SessionPlayer):
                 return super().text(extents_of(np.array(value)))
             case bytes() if name == "logprobs" and value:
                 return ",".join(map(str, np.frombuffer(value, "<f4").tolist()))
-            case RoomReport():
-                stated = {"id": value.id, "prefill_node": "P0", "decode_node": "D0", "prompt_tokens": len(PROMPT) // 4}
-                ends = {side: end for side in ("prefill", "decode") if (end := getattr(value, side)) is not None}
-                shown = [
-                    f"{side}={self._inside(end, {'room': value.id, 'reason': end.reason}, end.reason)}"
-                    for side, end in ends.items()
-                ]
-                return self._inside(_struct(replace(value, prefill=None, decode=None)), stated, str(value.id), *shown)
+            case End():
+                return self._inside(value, {"room": self.room, "reason": value.reason}, value.reason)
             case Sampling():
-                return self._inside(value, {"max_tokens": SAMPLING.max_tokens})
+                return self._inside(value, {})
             case _:
                 return super().text(value, name)
 
@@ -239,10 +237,10 @@ def _both(first: Any, second: Any) -> Any:
     return None
 
 
-def _reports(room: RoomReport, cause: Cause, detail: str) -> bool:
-    """Whether an End of the room has this cause, and its words or else the cause as the detail."""
-    ends = (room.prefill_node, room.prefill), (room.decode_node, room.decode)
-    return any(end and (end.reason, f"{node}: {end.detail or end.reason}") == (cause, detail) for node, end in ends)
+def _reports(room: RoomEnded) -> bool:
+    """Whether an End of the room has its cause, and its words or else the cause as the detail."""
+    ends, why = ((room.prefill_node, room.prefill), (room.decode_node, room.decode)), (room.cause, room.detail)
+    return any(end and (end.reason, f"{node}: {end.detail or end.reason}") == why for node, end in ends)
 
 
 def _ids(text: str) -> bytes:
@@ -262,8 +260,8 @@ def _unusable(text: str) -> tuple[Unusable, ...]:
 
 @cache
 def _kind(of: type) -> type[msgspec.Struct]:
-    """A request's number is shown as a room's, and its room by a name of its own."""
-    names = {"request": "room", "room": "of"} if "request" in {each.name for each in fields(of)} else {}
+    """A request's number is shown as a room's."""
+    names = {"id": "room"} if of is RoomEnded else {"request": "room"}
     return msgspec.defstruct(
         of.__name__,
         [
@@ -314,7 +312,7 @@ def test_an_answer_behind_a_prompt_of_the_greatest_length_is_kept_while_a_prompt
     failed = [Tokens(1, 2, _ids("23:24"))] * (not early) + [End(1, "engine", "", 3 * (not early))]
     ends = router.receive(*failed, peer=PEERS["d0"])
     assert not room.so_far.ids
-    assert [type(each) for each in ends if isinstance(each, Fail | Retry)] == [Retry if early else Fail]
+    assert [each.next_room for each in ends if isinstance(each, RoomEnded)] == [2 if early else None]
     if early:
         emitted = router.receive(Tokens(2, 0, _ids("21:23")), peer=PEERS["d1"])
         assert [each.ids for each in emitted if isinstance(each, Emit)] == [[22]]
@@ -351,7 +349,7 @@ def test_every_request_finishes_on_a_network_that_only_loses_repeats_and_reorder
         world.run(3)
         labels = [world.submit(request(seed + i, max_tokens=1 + i * 5, early=i % 2 == 0)) for i in range(6)]
         world.run(40)
-        assert all(isinstance(world.ends.get(label), Finish) for label in labels), f"seed {seed}"
+        assert all(world.ends[label].cause is None for label in labels), f"seed {seed}"
         world.heal()
         world.run(10)
         world.check_quiet()
@@ -396,14 +394,14 @@ def test_every_request_ends_once_and_nothing_is_left_after_a_storm(first: int) -
             world.check_quiet()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        finished += sum(isinstance(end, Finish) for end in world.ends.values())
-        failed += sum(isinstance(end, Fail) for end in world.ends.values())
+        causes = [end.cause for end in world.ends.values()]
+        finished, failed = finished + causes.count(None), failed + len(causes) - causes.count(None)
     assert finished > failed, "most requests survive"
 
 
 @pytest.mark.slow
 def test_answers_are_resumed_in_a_storm_and_none_has_a_token_twice_or_lacks_one() -> None:
-    ends, resumptions = list[Finish | Fail](), 0
+    ends, resumptions = list[RoomEnded](), 0
     for seed in range(20):
         try:
             world = storm(seed, resume=True)
@@ -413,4 +411,4 @@ def test_answers_are_resumed_in_a_storm_and_none_has_a_token_twice_or_lacks_one(
         ends += world.ends.values()
         resumptions += world.routing.resumptions
     assert resumptions
-    assert any(isinstance(end, Finish) and end.room.resumptions for end in ends)
+    assert any(end.cause is None and end.resumptions for end in ends)

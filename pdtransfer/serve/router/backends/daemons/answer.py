@@ -18,7 +18,7 @@ from ...front.json_bodies import AnswerFailedError
 from ...front.text import TextCodec
 from .answers import LOGPROBS_INLINE_MAX, ScoredToken, TextPiece, extension, logprobs
 from .completions import Completion
-from .router_effects import Fail, Finish, Retry, RoomReport
+from .router_effects import RoomEnded
 
 
 class AnswerText:
@@ -126,7 +126,7 @@ class Choice:
         self._ids: list[int] = []
         self._logprobs = bytearray()
         self.text, self._echo, self.shown = text, echo, False  # shown: a stream has a part of it
-        self.end: Finish | Fail | None = None  # of its last room
+        self.end: RoomEnded | None = None  # of its last room
         self.finish_reason: str | None = None  # once its text is complete
         self._begin_room(began_s)
 
@@ -146,11 +146,11 @@ class Choice:
         self._logprobs += logprobs
         self._news.set()
 
-    def room_ended(self, end: Finish | Fail | Retry, now: float) -> EndedRequest:
-        """Its room has ended, and with Retry the choice has another one now. Returns the room's record."""
+    def room_ended(self, end: RoomEnded, now: float) -> EndedRequest:
+        """Its room has ended. Returns the room's record."""
         record = self._record(end, now)
         self.client.ended_rooms.append(record)
-        if isinstance(end, Retry):
+        if end.next_room is not None:
             self._begin_room(now)
             self.client.retried = True
             self.client.rooms.append(end.next_room)
@@ -160,27 +160,26 @@ class Choice:
             self._news.set()
         return record
 
-    def _record(self, end: Finish | Fail | Retry, now: float) -> EndedRequest:
-        client, room, failure = self.client, end.room, None if isinstance(end, Finish) else end
-        prefill, decode = room.prefill, room.decode
+    def _record(self, end: RoomEnded, now: float) -> EndedRequest:
+        prefill, decode = end.prefill, end.decode
         first_s = None if self._room_first_s is None else self._room_first_s - self._room_began_s
         # Without an End of decode the router ended the answer itself, at a stop string.
         success = "stop" if decode is None else decode.reason
-        return client.record(
-            rooms=(room.id,),
-            prefill=room.prefill_node,
-            decode=room.decode_node,
-            prompt_tokens=room.prompt_tokens,
+        return self.client.record(
+            rooms=(end.id,),
+            prefill=end.prefill_node,
+            decode=end.decode_node,
+            prompt_tokens=end.prompt_tokens,
             tokens=self._room_tokens,
-            reason=success if failure is None else "",
-            cause=None if failure is None else failure.cause,
-            detail="" if failure is None else failure.detail,
-            retried=isinstance(end, Retry),
-            resumptions=room.resumptions,
-            enable_hisparse=room.enable_hisparse,
+            reason=success if end.cause is None else "",
+            cause=end.cause,
+            detail=end.detail,
+            retried=end.next_room is not None,
+            resumptions=end.resumptions,
+            enable_hisparse=end.enable_hisparse,
             total_s=now - self._room_began_s,
             first_token_s=first_s,
-            spans=spans_of(room.id, first_s, now - self._room_began_s),
+            spans=spans_of(end.id, first_s, now - self._room_began_s),
             cached_tokens=decode.prefix if decode is not None and decode.reason in SUCCESSES else None,
             kv_bytes=0 if decode is None else decode.kv_bytes,
             queue_s=_seconds(prefill, "queue_us"),
@@ -196,10 +195,10 @@ class Choice:
         return len(self._ids)
 
     @property
-    def room(self) -> RoomReport:
+    def room(self) -> RoomEnded:
         """What is known of its last room, once its text is complete."""
-        assert isinstance(self.end, Finish)
-        return self.end.room
+        assert self.end is not None
+        return self.end
 
     def advance(self, most: int) -> tuple[TextPiece | None, int]:
         """Makes text of the next ids; None where it has nothing new. Returns how many ids they were, too."""
@@ -213,9 +212,9 @@ class Choice:
         if self.text.stopped and self.end is None:
             self._stop()
         finish = None if self.waiting and not self.text.stopped else self.end
-        if isinstance(finish, Finish):
+        if finish is not None and finish.cause is None:
             piece += self.text.end()
-            decoded = finish.room.decode is None or finish.room.decode.reason == "stop"
+            decoded = finish.decode is None or finish.decode.reason == "stop"
             self.finish_reason = "stop" if self.text.stopped or decoded else "length"
         if self._echo:
             piece, self._echo = TextPiece(self._echo) + piece, ""
@@ -260,7 +259,7 @@ class Answer:
         for index, choice in enumerate(self._choices):
             if choice.finish_reason is not None:
                 continue
-            if isinstance(choice.end, Fail):
+            if choice.end is not None and choice.end.cause is not None:
                 raise AnswerFailedError(choice.end.detail, choice.end.cause, retry_ms=choice.end.retry_ms)
             piece, count = choice.advance(left)
             left -= count

@@ -10,7 +10,7 @@ from msgspec import Raw
 
 from .....wire import End, Logprobs
 from ...front.text import TextCodec, token_name
-from .router_effects import RoomReport
+from .router_effects import RoomEnded
 
 LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
 
@@ -71,7 +71,7 @@ def _named(text: TextCodec, token: int, logprob: float) -> dict[str, object]:
     return {"token": token_name(text, token), "logprob": logprob, "bytes": list(content) if content else None}
 
 
-def extension(room: RoomReport) -> dict[str, object]:
+def extension(room: RoomEnded) -> dict[str, object]:
     """Returns this project's fields. `handoff_us` is from the last byte written to READY, null where the two are not
     read from one clock. What decode reports at its end is null where a stop string ended the choice. Of a resumed
     choice it is the last room's, and null where it covers that room's tokens alone."""

@@ -36,7 +36,7 @@ from ...front.text import load_text
 from .answer import Answer, AnswerText, Choice
 from .answers import models, one_model
 from .completions import Completion, ReadBody, completion_of, detokenized, read_body, tokenized
-from .router_effects import Emit, Fail, Finish, Retry, RoutingEffect, WorkerChanged, WorkerLeft
+from .router_effects import Emit, RoomEnded, RoutingEffect, WorkerChanged, WorkerLeft
 from .router_rooms import rooms_by_progress
 from .routing import Routing
 from .routing_metrics import RoutingMetrics
@@ -143,7 +143,7 @@ class Daemons:
                 self._bus.send(peer, message)
             case Emit():
                 self._emit(effect)
-            case Finish() | Fail() | Retry():
+            case RoomEnded():
                 self._ended(self._choices[effect.request].room_ended(effect, time.monotonic()))
             case WorkerChanged(peer, ""):
                 worker = self.routing.workers.by_peer[peer]
@@ -316,6 +316,6 @@ def _draw(spans: Spans, choices: list[Choice]) -> None:
     """Reports the parts of an answer to the timeline; a failed room has no name."""
     now = time.monotonic()
     for choice in choices:
-        if isinstance(choice.end, Finish):
-            spans("request", "to the first token", choice.began_s, choice.first_s, room=choice.end.room.id)
-            spans("request", "from the first token on", choice.first_s, now, room=choice.end.room.id)
+        if choice.end is not None and choice.end.cause is None:
+            spans("request", "to the first token", choice.began_s, choice.first_s, room=choice.end.id)
+            spans("request", "from the first token on", choice.first_s, now, room=choice.end.id)

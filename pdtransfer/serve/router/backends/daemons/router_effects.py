@@ -23,12 +23,14 @@ class Emit:
     logprobs: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class RoomReport:
-    """What is known of a room at its end. `prefill` and `decode` are the Ends that have come: none where the router
-    ended the answer (`Routing.stop`), and none of a prefill worker that was lost after it had done its part."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomEnded:
+    """A room of a request has ended. Without a cause the request is complete. Else it has failed, but with a next room
+    it goes on there. `prefill` and `decode` are the Ends that have come: none where the router ended the answer
+    (`Routing.stop`), and none of a prefill worker that was lost after it had done its part."""
 
-    id: int
+    request: int
+    id: int  # of the room
     prefill_node: str
     decode_node: str
     prefill: End | None = None
@@ -36,38 +38,11 @@ class RoomReport:
     prompt_tokens: int = 0
     enable_hisparse: bool = False  # how it was decoded
     resumptions: int = 0  # rooms that went on with the answer after its first, this one included
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The request is complete."""
-
-    request: int
-    room: RoomReport
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The request failed. `retry_ms` is the time after which a retry may succeed, 0 for unknown."""
-
-    request: int
-    cause: Cause
-    detail: str
-    retry_ms: int
-    room: RoomReport
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """The request's room failed, and it has another one from now on. `resumed`: tokens had been delivered, and that
-    room goes on after them."""
-
-    request: int
-    cause: Cause
-    detail: str
-    room: RoomReport  # that failed
-    next_room: int
-    resumed: bool
+    cause: Cause | None = None
+    detail: str = ""
+    retry_ms: int = 0  # after which a retry may succeed, 0 for unknown
+    next_room: int | None = None
+    resumed: bool = False  # tokens had been delivered, and the next room goes on after them
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,4 +62,4 @@ class WorkerLeft:
     peer: str
 
 
-RoutingEffect: TypeAlias = Send | Emit | Finish | Fail | Retry | WorkerChanged | WorkerLeft
+RoutingEffect: TypeAlias = Send | Emit | RoomEnded | WorkerChanged | WorkerLeft

@@ -9,6 +9,7 @@ Messages about unknown rooms are answered with Cancel or Ended and otherwise ign
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -35,26 +36,8 @@ from .....wire import (
 from ...fleet.roles import NoPair, Role
 from ...front.json_bodies import AnswerFailedError
 from .placement import WorkerPair
-from .router_effects import (
-    FINAL_CAUSES,
-    MUTUAL_CAUSES,
-    Emit,
-    Fail,
-    Finish,
-    Retry,
-    RoomReport,
-    RoutingEffect,
-)
-from .router_rooms import (
-    LEG,
-    AnswerSoFar,
-    CompletionRequest,
-    Leg,
-    LegEvent,
-    RoomLeg,
-    RoutedRoom,
-    dense,
-)
+from .router_effects import FINAL_CAUSES, MUTUAL_CAUSES, Emit, RoomEnded, RoutingEffect
+from .router_rooms import LEG, AnswerSoFar, CompletionRequest, Leg, LegEvent, RoomLeg, RoutedRoom, dense
 from .worker_pool import WorkerPool
 from .workers import Worker
 
@@ -103,7 +86,7 @@ class Routing:
 
     def submit(self, request: CompletionRequest, now: float) -> tuple[int, list[RoutingEffect]]:
         """Begins a room for the request on the least loaded pair of workers; the request, by the id of that room, ends
-        with one Finish or one Fail. Raises AnswerFailedError where it cannot begin."""
+        with the RoomEnded of its last room. Raises AnswerFailedError where it cannot begin."""
         retry_ms = self._limits.resend_ms_max
         if self._closed:
             raise AnswerFailedError("the router shuts down", Cause.SHUTDOWN, retry_ms=retry_ms)
@@ -133,7 +116,7 @@ class Routing:
         if room is not None:
             self.workers.answered(room.decode.worker, room.keys)
             self._end_on_workers(room, Cause.ABORTED, now)
-            self._finish(room, _report(room, ended=False))
+            self._over(_ended(room, by_workers=False))
         return self._take()
 
     def receive(self, peer: str, message: Message, now: float) -> list[RoutingEffect]:
@@ -340,13 +323,14 @@ class Routing:
         if room.is_open:
             assert room.decode.end is not None
             room.is_open = False
-            self._finish(room, _report(room))
+            self._over(_ended(room))
         del self._rooms[room.id]
         self._timers.clear(("deadline", room.id))
 
-    def _finish(self, room: RoutedRoom, report: RoomReport) -> None:
-        del self._requests[room.request_id]
-        self._effects.append(Finish(room.request_id, report))
+    def _over(self, end: RoomEnded) -> None:
+        """The request has its end."""
+        del self._requests[end.request]
+        self._effects.append(end)
 
     def _end_on_workers(self, room: RoutedRoom, cause: Cause, now: float) -> None:
         """Ends the room for its client, and cancels it on the workers that have not ended it."""
@@ -365,26 +349,25 @@ class Routing:
         if cause is Cause.FULL:
             for worker in blamed:
                 worker.mark_full(now + retry_ms / 1e3, enable_hisparse=room.request.enable_hisparse)
-        retry, report = self._retry(room, blamed, cause, now), _report(room)
+        retry, so_far = self._retry(room, blamed, cause, now), room.so_far
         self._end_on_workers(room, cause, now)
-        if retry is not None:
-            resumed = room.so_far is not None and room.so_far.repeated is not None
-            if room.so_far is not None and resumed:
-                self.resumptions += 1
-                room.so_far.resumptions += 1
-                if cause is not Cause.REFUSED:
-                    room.so_far.lost = cause, detail
-            else:
-                self.retries += 1
-            repeats = room.so_far.repeated if room.so_far is not None and resumed else room.repeats
-            again = self._open(*retry, room.request_id, room.so_far, repeats, room.deadline, now)
-            again.retried = room.retried or room.prefill is not None  # decode alone was no pair's attempt
-            self._effects.append(Retry(room.request_id, cause, detail, report, again.id, resumed))
+        if retry is None:
+            if cause is Cause.REFUSED and so_far is not None and so_far.lost is not None:
+                cause, detail = so_far.lost[0], f"{so_far.lost[1]}; it was not resumed: {detail}"
+            self._over(_ended(room, cause=cause, detail=detail, retry_ms=retry_ms))
+            return
+        repeats = room.repeats if so_far is None or so_far.repeated is None else so_far.repeated
+        resumed = so_far is not None and so_far.repeated is not None
+        again = self._open(*retry, room.request_id, so_far, repeats, room.deadline, now)
+        again.retried = room.retried or room.prefill is not None  # decode alone was no pair's attempt
+        self._effects.append(_ended(room, cause=cause, detail=detail, next_room=again.id, resumed=resumed))
+        if so_far is not None and resumed:
+            self.resumptions += 1
+            so_far.resumptions += 1
+            if cause is not Cause.REFUSED:
+                so_far.lost = cause, detail
         else:
-            if cause is Cause.REFUSED and room.so_far is not None and room.so_far.lost is not None:
-                cause, detail = room.so_far.lost[0], f"{room.so_far.lost[1]}; it was not resumed: {detail}"
-            del self._requests[room.request_id]
-            self._effects.append(Fail(room.request_id, cause, detail, retry_ms, report))
+            self.retries += 1
 
     def _retry(
         self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, now: float
@@ -476,18 +459,20 @@ def _progress(room: RoutedRoom, leg: RoomLeg) -> str:
     return f"{leg.worker.role} {leg.node} {done}" + (f" ({queued} rooms are queued there)" if queued else "")
 
 
-def _report(room: RoutedRoom, *, ended: bool = True) -> RoomReport:
-    """`ended`: its workers were left to end it, so that their Ends count."""
+def _ended(room: RoutedRoom, *, by_workers: bool = True, **how: Any) -> RoomEnded:
+    """`by_workers`: they were left to end it, so that their Ends count."""
     prefill, so_far = room.prefill, room.so_far
-    return RoomReport(
+    return RoomEnded(
+        request=room.request_id,
         id=room.id,
         prefill_node="" if prefill is None else prefill.node,
         decode_node=room.decode.node,
-        prefill=prefill.end if ended and prefill is not None else None,
-        decode=room.decode.end if ended else None,
+        prefill=prefill.end if by_workers and prefill is not None else None,
+        decode=room.decode.end if by_workers else None,
         prompt_tokens=room.request.prompt_tokens,
         enable_hisparse=room.request.enable_hisparse,
         resumptions=0 if so_far is None else so_far.resumptions,
+        **how,
     )
 
 

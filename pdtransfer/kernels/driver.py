@@ -39,18 +39,6 @@ def count() -> int:
     return 0 if int(status) else int(number)
 
 
-def ordinal_of(uuid: bytes) -> int | None:
-    """The ordinal of the GPU with this UUID, or None. Makes no context, which would take memory on the GPU."""
-    for number in range(count()):
-        status, device = driver().cuDeviceGet(number)
-        if int(status):
-            continue  # the GPU is gone
-        status, value = driver().cuDeviceGetUuid(device)
-        if not int(status) and bytes(value.bytes) == uuid:
-            return number
-    return None
-
-
 def check(ordinal: int) -> None:
     """Raises WorldError, naming what is missing, unless the GPU exists. Touches no GPU."""
     driver()

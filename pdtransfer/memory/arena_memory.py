@@ -7,12 +7,10 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from typing import Literal
 
-from ..errors import LocalProtocolError, WorldError
+from ..errors import WorldError
 from ..kernels.registered import Registrar
 from .available_memory import HUGE_PAGE_BYTES, available_memory, huge_pages_free
-from .cuda_ipc import Handle
 from .hbm import Hbm
 from .mapping import CHUNK_BYTES, SEALS, HugePages, Mapping, Progress, advise_huge
 
@@ -23,7 +21,7 @@ class ArenaMemory:
     """Decode's memory that prefill writes into: one memfd, mapped here, whose size is sealed."""
 
     __slots__ = (
-        "_backing", "_use", "bytes_ready", "fd", "gpu", "hbm", "huge", "mapping", "needed", "registered_by_engine",
+        "_backing", "bytes_ready", "fd", "gpu", "hbm", "huge", "mapping", "needed", "registered_by_engine",
         "staging_base",
     )  # fmt: skip
 
@@ -32,7 +30,6 @@ class ArenaMemory:
         self.staging_base = staging_base  # where the staging buffer begins, which ends with the arena
         self.needed = needed  # how many of its first bytes are backed by `prefault`
         self._backing = threading.Lock()
-        self._use: Literal["", "served", "exported"] = ""
         self.gpu: Registrar | None = None  # a GPU that has to access it
         self.registered_by_engine = 0  # of its first bytes: the engine that has them registers them with that GPU
         self.hbm: Hbm | None = None  # where its HBM components are, unless that is here
@@ -140,19 +137,6 @@ class ArenaMemory:
                     progress(byte_count)
 
         return self.mapping.prefault(ready, stopped, first=self.bytes_ready, end=needed)
-
-    def use(self, how: Literal["served", "exported"]) -> None:
-        """Declares who else writes: processes that hold a lock each ("served"), or any peer that was given the address
-        ("exported"). Raises LocalProtocolError for the second kind: no fence would hold for both."""
-        if self._use not in ("", how):
-            raise LocalProtocolError(f"arena: it is {self._use}, so it cannot be {how}: no fence would hold")
-        self._use = how
-
-    def export(self) -> Handle:
-        """Names it to other processes. Raises LocalProtocolError if a node serves it."""
-        self.use("exported")
-        inode = os.fstat(self.fd).st_ino
-        return Handle("memfd", self.byte_count, process=os.getpid(), descriptor=self.fd, inode=inode)
 
     def reopen(self) -> int:
         """A descriptor of another open file description of the same memfd, which the caller closes."""

@@ -1,39 +1,31 @@
-"""Memory that another process of this host may map: a GPU's, for components that live in HBM, or a memfd's.
+"""Memory of a GPU that another process of this host may map, for components that live in HBM.
 
-Every process that has a handle can write the memory: give it only to those that should. Exported memory stays until all
-that mapped it have closed it; a GPU's ends with its owner. No fence proves that they have closed it, so an arena whose
-slots are leased to writers is never exported.
+Every process that has a handle can write the memory: give it only to those that should. It ends with its owner.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Literal
 
 import msgspec
 
 from ..errors import TransportError, WorldError
-from ..kernels import driver
 from ..kernels import gpu as gpus
 from ..layout.engine_pools import GpuMemory
-from .mapping import Mapping, map_received
 
 _UUID_BYTES = 16
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
-class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Handle(msgspec.Struct, frozen=True, array_like=True):
     """Names exported memory to another process, which gets `packed`."""
 
-    kind: Literal["gpu", "memfd"]
+    kind: Literal["gpu"]  # older releases named other memory as well, in fields behind these
     byte_count: int
-    offset: int = 0  # in the allocation of `handle`
-    gpu: bytes = b""  # its UUID: ordinals differ between processes
-    handle: bytes = b""  # the driver's
-    process: int = 0  # of a memfd: the process that has it open,
-    descriptor: int = 0  # the descriptor there,
-    inode: int = 0  # and the file that it has to be
+    offset: int  # in the allocation of `handle`
+    gpu: bytes  # its UUID: ordinals differ between processes
+    handle: bytes  # the driver's
 
     @property
     def packed(self) -> bytes:
@@ -47,10 +39,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             handle = msgspec.msgpack.decode(packed, type=cls)
         except msgspec.MsgspecError as error:
             raise TransportError(f"handle of exported memory: {error}") from None
-        whole = handle.kind == "memfd" or (len(handle.gpu), len(handle.handle)) == (
-            _UUID_BYTES,
-            gpus.IPC_HANDLE_BYTES,
-        )
+        whole = (len(handle.gpu), len(handle.handle)) == (_UUID_BYTES, gpus.IPC_HANDLE_BYTES)
         if not whole or handle.byte_count < 1 or handle.offset < 0:
             raise TransportError(f"handle of exported memory: {handle}")
         return handle
@@ -67,36 +56,21 @@ def export(memory: GpuMemory) -> Handle:
 
 
 class Opened:
-    """Memory of another process, until `close`. `address` is the GPU's own where `device` is not None; `same_gpu` is
-    whether it is memory of that GPU."""
+    """Memory of another process that a GPU reaches at its `address`, until `close`. All writes have ended by then.
+    `same_gpu` is whether it is memory of that GPU."""
 
-    __slots__ = ("_close", "address", "byte_count", "device", "same_gpu")
+    __slots__ = ("_close", "address", "byte_count", "same_gpu")
 
-    def __init__(self, handle: Handle, *, on: int | None = None) -> None:
-        """For GPU `on`, by default for the GPU whose memory it is.
-
-        With `on` this process need not see the other GPU: engines of one host see one GPU each. Raises TransportError
-        where there is no such memory, or less of it, and where no GPU here can reach it; with `on` also for memory
-        that is no GPU's.
-        """
-        self.byte_count, self.same_gpu = handle.byte_count, False
-        if handle.kind == "memfd":
-            if on is not None:
-                # The sender of the handle would choose which file of which process a GPU writes.
-                raise TransportError(f"handle of exported memory: {handle.kind}, expected GPU memory")
-            mapping = _mapped(handle)
-            self.device, self.address, self._close = None, mapping.address, mapping.close
-            return
-        ordinal = driver.ordinal_of(handle.gpu) if on is None else on
-        if ordinal is None:
-            raise TransportError(f"exported memory is on GPU {handle.gpu.hex()}, which this process does not see")
-        here = self.device = ordinal
-        self.same_gpu = handle.gpu == gpus.gpu_at(here).uuid
-        base = _take(here, handle.handle)
+    def __init__(self, handle: Handle, on: int) -> None:
+        """For GPU `on`. This process need not see the other GPU: engines of one host see one GPU each. Raises
+        TransportError where there is no such memory, or less of it, and where the GPU cannot reach it."""
+        gpu = gpus.gpu_at(on)
+        self.byte_count, self.same_gpu = handle.byte_count, handle.gpu == gpu.uuid
+        base = _take(on, handle.handle)
         self.address = base + handle.offset
-        self._close = lambda: _release(here, handle.handle)
+        self._close = lambda: _release(on, handle.handle)
         try:
-            _, whole = gpus.gpu_at(here).range_of(base)
+            _, whole = gpu.range_of(base)
         except WorldError as error:
             self.close()
             raise TransportError(f"exported memory: {error}") from None
@@ -106,23 +80,10 @@ class Opened:
             raise TransportError(f"exported memory: {text}")
 
     def close(self) -> None:
-        """Closes it, once nothing here reads or writes it any more; idempotent."""
+        """Closes it, once nothing here reads or writes it any more; idempotent. Raises WorldError where the GPU does
+        not release it."""
         close, self._close = self._close, lambda: None
         close()
-
-
-def _mapped(handle: Handle) -> Mapping:
-    path = f"/proc/{handle.process}/fd/{handle.descriptor}"
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise TransportError(f"exported memory: {path}: {error.strerror}") from None
-    try:
-        if os.fstat(fd).st_ino != handle.inode:
-            raise TransportError(f"exported memory: {path} is another file now")
-        return map_received(fd, handle.byte_count)
-    finally:
-        os.close(fd)
 
 
 _lock = threading.Lock()

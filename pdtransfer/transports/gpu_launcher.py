@@ -6,7 +6,6 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from typing import Protocol
 
 import numpy as np
 
@@ -163,25 +162,6 @@ def in_runs(slots: range | Int64s, byte_count: int) -> bool:
     return byte_count >= RUN_BYTES_MIN * runs
 
 
-class Exported(Protocol):
-    """Memory of another process that a GPU reaches at `address`, until `close`. All writes have ended by then."""
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def byte_count(self) -> int: ...
-
-    @property
-    def same_gpu(self) -> bool:
-        """Whether it is that GPU's own."""
-        ...
-
-    def close(self) -> None:
-        """Raises WorldError where the GPU does not release it."""
-        ...
-
-
 class WriterGpu:
     """GPU `ordinal` of this host, for a writer whose pool is in its memory: a Registrar. Called in worker threads;
     nothing here waits for what the GPU computes."""
@@ -202,9 +182,9 @@ class WriterGpu:
         """Names this GPU's memory to a process of ours that reads it. Raises WorldError where it has no handle."""
         return export(GpuMemory(device=self.ordinal, address=address, byte_count=byte_count))
 
-    def open(self, handle: bytes) -> Exported:
+    def open(self, handle: bytes) -> Opened:
         """Opens another process's memory of a GPU, for this GPU to write. Raises TransportError where it cannot."""
-        return Opened(Handle.unpack(handle), on=self.ordinal)
+        return Opened(Handle.unpack(handle), self.ordinal)
 
     def prepare(self) -> None:
         """Does now what the first launch would have to wait for. Raises WorldError where no launch is possible."""

@@ -71,7 +71,7 @@ def main() -> None:
 
     def hbm() -> None:
         """The first half of it, device to device."""
-        opened = Opened(Handle.unpack(reach.hbm_handle), on=gpu.ordinal)
+        opened = Opened(Handle.unpack(reach.hbm_handle), gpu.ordinal)
         part = flat(reach.hbm_bytes // 2)
         ours = [Pool(layout=part, address=pool.address, device=gpu.ordinal) for pool in pools]
         started(push_forever, Pool(layout=part, address=opened.address, device=gpu.ordinal), ours, stream)

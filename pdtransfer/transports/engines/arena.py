@@ -50,7 +50,6 @@ class EngineArena:
         lost: Callable[[int, str], None] = lambda _, __: None,
     ) -> None:
         """Without `hbm_direct` no writer gets a GPU's memory: all rows land in the arena."""
-        arena.use("served")
         self._library = library
         self._arena, self._network, self._lost, self._warned = arena, network, lost, False
         self._sessions: dict[int, _Offered] = {}

@@ -61,7 +61,6 @@ class ShmArena:
         keep_line: KeepLine | None = None,
     ) -> None:
         """Without `hbm_direct` no writer gets a GPU's memory: all rows land in the arena."""
-        arena.use("served")
         self._arena, self._hbm_direct, self._closed = arena, hbm_direct, False
         if arena.hbm is not None:
             arena.hbm.watch(self._all_quiet)

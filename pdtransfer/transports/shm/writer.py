@@ -22,13 +22,14 @@ from ...layout.checksum import Lines
 from ...layout.geometry import Int64s
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
+from ...memory.cuda_ipc import Opened
 from ...memory.mapping import Mapping, map_received
 from ...threads import in_pool, in_thread
 from ...wire import Reach
 from ..base import Ready, WakeHint, Wrote
 from ..component_match import Planes, lines_for, paired
 from ..copier import CANCELLED, Copier, CopyWork, attempt, copy_job
-from ..gpu_launcher import Exported, WriterGpu, prepare_copies
+from ..gpu_launcher import WriterGpu, prepare_copies
 from ..gpu_writer import GpuWrite, GpuWriter, Staged
 from ..options import WriterOptions
 from ..works import Tasks, Work
@@ -54,7 +55,7 @@ class _WritableArena:
     pairings: tuple[Pairing, ...]  # one for each of them
     mapping: Mapping  # it keeps the lock that came with the arena's descriptor
     entered: EnteredArena
-    hbm: Exported | None
+    hbm: Opened | None
 
     def awaits(self, component: int) -> bool:
         """Whether rows of this component may land in bytes that are not entered yet."""
@@ -215,7 +216,7 @@ class ShmWriter:
             undo.pop_all()
         return _WritableArena(components, pairings, mapping, entered, hbm)
 
-    def _opened(self, reach: Reach) -> Exported | None:
+    def _opened(self, reach: Reach) -> Opened | None:
         """In a worker thread, under the arena's lock: the memory of HBM components. None where our GPU does not reach
         it: then their rows land in the staging buffer, and decode copies them up."""
         if self._gpu is None or not reach.hbm_handle:

@@ -28,8 +28,8 @@ import numpy as np
 from pdtransfer.kernels import gpu as gpus
 from pdtransfer.memory.cuda_ipc import Handle, Opened
 handle = Handle.unpack(bytes.fromhex(sys.argv[1]))
-opened, again = Opened(handle), Opened(handle)
-here = gpus.gpu_at(opened.device)
+opened, again = Opened(handle, 0), Opened(handle, 0)
+here = gpus.gpu_at(0)
 there, seen = here.pinned(opened.byte_count)
 here.copy(seen, opened.address, opened.byte_count, 0)
 here.synchronise(0)

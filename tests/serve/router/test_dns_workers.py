@@ -15,6 +15,7 @@ from pdtransfer.serve.router.fleet import dns_workers
 from pdtransfer.serve.router.fleet.dns_workers import Answered, DnsName, DnsResolver, HostPort, dns_server, workers_of
 from pdtransfer.serve.router.fleet.fleet_changes import FleetChanges
 from pdtransfer.serve.router.fleet.membership import Membership
+from pdtransfer.serve.router.fleet.roles import Departure
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.serve.router.router_site import Site, Worker, site
 from tests.support.waiting import until
@@ -157,7 +158,7 @@ async def test_a_room_of_a_worker_that_leaves_dns_runs_to_its_end(monkeypatch: p
     tables, new = Tables(), Worker("d1", "decode")
     endpoint = await new.open()
     async with followed(tables, monkeypatch) as it:
-        it.backend.drain_worker(next(each for each, role in it.backend.roles().items() if role == "decode"))
+        it.backend.depart_worker([*it.backend.roles()][1], Departure.DRAINS)
         tables.targets = [target_of(endpoint)]
         await until(lambda: it.backend.routing.workers.by_peer.get(endpoint) is not None)
         await until(lambda: it.backend.routing.workers.by_peer[endpoint].usable)

@@ -65,11 +65,8 @@ class Record:
         self.calls.append(f"add {role} {address}")
         self.here[address] = role
 
-    def drain_worker(self, address: str) -> None:
-        self.calls.append(f"drain {address}")
-
-    def remove_worker(self, address: str) -> None:
-        self.calls.append(f"remove {address}")
+    def depart_worker(self, address: str, departure: Departure) -> None:
+        self.calls.append(f"{departure.name.lower()} {address}")
         del self.here[address]
 
     def workers_status(self) -> list[WorkerStatus]:
@@ -89,12 +86,12 @@ def test_a_file_adds_and_removes_what_has_changed_in_it_and_no_worker_of_a_flag(
     it, record = members(P)
     it.listed("file", {P: "prefill", D: "decode"})
     it.listed("file", {P: "prefill", D2: "decode"})
-    assert record.calls == [f"add prefill {P}", f"add decode {D}", f"remove {D}", f"add decode {D2}"]
+    assert record.calls == [f"add prefill {P}", f"add decode {D}", f"leaves {D}", f"add decode {D2}"]
     record.calls.clear()
-    it.remove(D2)  # an operator's decision stands until the file changes
+    it.depart(D2, Departure.LEAVES)  # an operator's decision stands until the file changes
     it.listed("file", {P: "prefill", D2: "decode"})
     it.listed("file", {})
-    assert record.calls == [f"remove {D2}"]
+    assert record.calls == [f"leaves {D2}"]
     assert set(record.here) == {P}
 
 
@@ -115,7 +112,7 @@ def test_a_refused_line_is_tried_again_and_its_reason_is_logged_once(
     lines: dict[str, Role] = {D: "decode", D2: "decode"}
     assert [it.listed("file", lines) for _ in range(3)] == [False] * 3
     assert caplog.text.count("this router has 2 workers, which is the limit") == 1
-    it.remove(D)
+    it.depart(D, Departure.LEAVES)
     assert it.listed("file", lines), "there is room for it now"
     assert set(record.here) == {P, D2}, "and an operator's decision stands"
 
@@ -123,9 +120,9 @@ def test_a_refused_line_is_tried_again_and_its_reason_is_logged_once(
 def test_a_worker_changes_its_role_once_it_has_left() -> None:
     it, record = members(P)
     assert it.listed("file", {D: "decode"})
-    leaving, record.remove_worker = record.remove_worker, lambda address: record.calls.append(f"remove {address}")
+    leaving, record.depart_worker = record.depart_worker, lambda *_: None
     assert not it.listed("file", {D: "prefill"}), "its rooms have not ended"
-    leaving(D)
+    leaving(D, Departure.LEAVES)
     assert it.listed("file", {D: "prefill"})
     assert record.here == {P: "prefill", D: "prefill"}
 

@@ -66,9 +66,9 @@ def decide(dice: random.Random, pool: WorkerPool, worker: Worker, now: float) ->
     before = worker.departure
     match dice.choice(("drain", "remove", "add", "add")):
         case "drain":
-            pool.drain(worker.peer)
+            pool.depart(worker.peer, Departure.DRAINS)
         case "remove":
-            pool.remove(worker.peer)
+            pool.depart(worker.peer, Departure.LEAVES)
             return "leaving" if worker.peer in pool.by_peer else "left"
         case _:
             pool.add(worker.peer, worker.role, now)
@@ -166,7 +166,7 @@ def test_nothing_is_kept_of_workers_that_have_left() -> None:
         assert pair.decode.peer == f"tcp://d{index}:1"
         assert pool.begin(pair, index, prompt) == 0, "another worker's prefixes are not its own"
         assert pool.begin(choose(), 100 + index, prompt) == 3 * BLOCK
-        pool.remove(pair.decode.peer)
+        pool.depart(pair.decode.peer, Departure.LEAVES)
         for each, room in ((side, room) for side in (pair.prefill, pair.decode) for room in (index, 100 + index)):
             pool.end(each, room, len(prompt.prompt) // 4)
             pool.left(each)
@@ -176,7 +176,7 @@ def test_nothing_is_kept_of_workers_that_have_left() -> None:
     pool.add("tcp://d20:1", "decode", 0.0)
     connect("tcp://d20:1", "decode")
     assert choose().decode.peer == "tcp://d:1", "what another worker knew counts for none that gets its number"
-    pool.remove("tcp://d20:1")
+    pool.depart("tcp://d20:1", Departure.LEAVES)
     del pair, each
     gc.collect()
     assert sum(isinstance(each, Worker) for each in gc.get_objects()) == before

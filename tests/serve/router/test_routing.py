@@ -31,6 +31,7 @@ from pdtransfer.serve.router.backends.daemons.router_effects import Emit, RoomEn
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.router.backends.daemons.workers import Worker, obstacle, worker_status
+from pdtransfer.serve.router.fleet.roles import Departure
 from pdtransfer.serve.router.fleet.status import WorkerStatus
 from pdtransfer.serve.router.front.json_bodies import AnswerFailedError
 from pdtransfer.wire import (
@@ -209,8 +210,8 @@ class RoutingPlayer(SessionPlayer):
         """The router has yet to read what these workers have sent."""
         self.end.core.workers.look_unread(peers.__contains__, self.end.now)
 
-    def do_drain(self, peer: str) -> None:
-        self.end.core.workers.drain(peer)
+    def do_depart(self, peer: str, how: str) -> list[Any]:
+        return self.end.core.depart_worker(peer, Departure[how.upper()])
 
     def do_live(self, seconds: float, peers: tuple[str, ...] = ()) -> Iterator[Any]:
         return self.end.live(seconds, peers)

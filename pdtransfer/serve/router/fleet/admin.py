@@ -15,6 +15,7 @@ from ....bus.keys import read_guarded
 from ....errors import ConfigError, WorldError
 from ...process.http import HttpListener
 from .membership import Membership
+from .roles import Departure
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ BODY_BYTES_MAX = 4 << 10
 JSON = "application/json"
 TOKEN_LENGTH_MIN, TOKEN_LENGTH_MAX = 16, 512
 CONNECTIONS_MAX = 16
+DEPARTURES = {"drain": Departure.DRAINS, "remove": Departure.LEAVES}
 
 
 class WorkerChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +53,7 @@ class AdminApi:
         self._membership, self._token = membership, token
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._authenticated])
         app.add_routes([web.get("/workers", self._list), web.post("/workers", self._change)])
-        app.add_routes([web.post(f"/workers/{action}", self._change) for action in ("drain", "remove")])
+        app.add_routes([web.post(f"/workers/{action}", self._change) for action in DEPARTURES])
         self._listener = HttpListener(app, connections_max=CONNECTIONS_MAX, allowed_hosts=allowed_hosts)
 
     async def open(self, listen: str) -> str:
@@ -85,15 +87,12 @@ class AdminApi:
         action = http.path.rpartition("/")[2]
         try:
             change = msgspec.json.decode(await http.read(), type=WorkerChange)
-            match action:
-                case "workers":
-                    if change.role is None:
-                        raise ConfigError("role: missing, prefill or decode")
-                    self._membership.add(change.role, change.worker)
-                case "drain":
-                    self._membership.drain(change.worker)
-                case _:
-                    self._membership.remove(change.worker)
+            if action in DEPARTURES:
+                self._membership.depart(change.worker, DEPARTURES[action])
+            elif change.role is None:
+                raise ConfigError("role: missing, prefill or decode")
+            else:
+                self._membership.add(change.role, change.worker)
         except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
             return _answer(400, str(error))
         except WorldError as error:

@@ -12,7 +12,7 @@ from ....errors import ConfigError, PDTransferError, WorldError
 from ....limits import WORKERS_MAX
 from ....wire import split_key
 from ...settings.router import RouterConfig
-from .roles import Role
+from .roles import Departure, Role
 from .status import WorkerStatus
 
 
@@ -27,12 +27,8 @@ class WorkerSite(Protocol):
         """Takes a worker in, or keeps one that was drained or removed. Raises ConfigError and WorldError."""
         ...
 
-    def drain_worker(self, address: str) -> None:
-        """Gives a worker nothing new."""
-        ...
-
-    def remove_worker(self, address: str) -> None:
-        """Gives a worker nothing new, and forgets it once all of it has ended."""
+    def depart_worker(self, address: str, departure: Departure) -> None:
+        """Gives a worker nothing new. One that leaves is forgotten once all of it has ended, whatever comes later."""
         ...
 
     def workers_status(self) -> list[WorkerStatus]:
@@ -111,15 +107,9 @@ class Membership:
             raise ConfigError(f"worker = {name!r}: {len(matching) or 'no'} workers have this address or name")
         return matching[0]
 
-    def drain(self, name: str) -> None:
-        """Gives a worker no new rooms. Raises as `find`."""
-        address = self.find(name)
-        self.site.drain_worker(address)
-        log.info("worker %s gets no new rooms", split_key(address)[1])
-
-    def remove(self, name: str) -> None:
-        """Drains a worker, which is forgotten once its rooms have ended. Raises as `find`."""
-        self._remove(self.find(name))
+    def depart(self, name: str, departure: Departure) -> None:
+        """Gives a worker no new rooms; one that leaves is forgotten once its rooms have ended. Raises as `find`."""
+        self._depart(self.find(name), departure)
 
     def listed(self, source: str, workers: Mapping[str, Role]) -> bool:
         """Follows a source: takes in what it lists now and did not before, and removes what it lists no more, unless a
@@ -133,7 +123,7 @@ class Membership:
         kept.update(*(addresses for other, addresses in self._followed.items() if other != source))
         for address, role in followed.items():
             if workers.get(address) != role and address in roles and address not in kept:
-                self._remove(address)
+                self._depart(address, Departure.LEAVES)
         roles, now, why = self.site.roles(), dict[str, Role](), dict[str, str]()
         for address, role in workers.items():
             if followed.get(address) != role:
@@ -148,9 +138,10 @@ class Membership:
         self._followed[source], self._refused[source] = now, why
         return not why
 
-    def _remove(self, address: str) -> None:
-        log.info("worker %s is removed once its rooms have ended", split_key(address)[1])
-        self.site.remove_worker(address)
+    def _depart(self, address: str, departure: Departure) -> None:
+        how = "is removed once its rooms have ended" if departure is Departure.LEAVES else "gets no new rooms"
+        log.info("worker %s %s", split_key(address)[1], how)
+        self.site.depart_worker(address, departure)
 
     def read(self, path: Path) -> dict[str, Role]:
         """Reads a file of workers: a line each, of a role and an address. Raises ConfigError, with the line. It may

@@ -14,6 +14,7 @@ import pytest
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.servers import upstream
 from pdtransfer.serve.router.backends.servers.attempt import HELD_BYTES_MAX
+from pdtransfer.serve.router.fleet.roles import Departure
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site, streamed, texts
@@ -801,7 +802,7 @@ async def test_one_server_may_have_both_roles(site: ServerSite) -> None:
         assert [(each.role, each.address) for each in router.backend.workers_status()] == [
             ("prefill", only.url), ("decode", only.url)
         ]  # fmt: skip
-        router.backend.remove_worker(only.url)
+        router.backend.depart_worker(only.url, Departure.LEAVES)
         await until(lambda: not router.backend.workers_status())
     finally:
         await router.close()

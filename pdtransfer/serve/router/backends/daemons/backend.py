@@ -25,7 +25,7 @@ from .....wire import Identity, Message, Ranks, split_key
 from ....process.signals import reload
 from ....settings.router import RouterConfig
 from ....tracing.ended_request import EndedRequests
-from ...fleet.roles import Role
+from ...fleet.roles import Departure, Role
 from ...fleet.status import WorkerStatus
 from ...front.backend import Paths
 from ...front.body_readers import BodyReading
@@ -177,13 +177,9 @@ class Daemons:
         self._bus.dial(address, role)
         self._perform(self.routing.add_worker(address, role, self._clock.now()))
 
-    def drain_worker(self, address: str) -> None:
-        """Gives the worker no new rooms."""
-        self.routing.workers.drain(address)
-
-    def remove_worker(self, address: str) -> None:
-        """Gives the worker no new rooms, and closes its connection after the last one."""
-        self._perform(self.routing.remove_worker(address))
+    def depart_worker(self, address: str, departure: Departure) -> None:
+        """Gives the worker no new rooms, and closes the connection of one that leaves after the last one."""
+        self._perform(self.routing.depart_worker(address, departure))
 
     def workers_status(self) -> list[WorkerStatus]:
         """What is known of each worker."""

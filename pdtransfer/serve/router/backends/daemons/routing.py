@@ -33,7 +33,7 @@ from .....wire import (
     unpack_ids,
     unpack_logprobs,
 )
-from ...fleet.roles import NoPair, Role
+from ...fleet.roles import Departure, NoPair, Role
 from ...front.json_bodies import AnswerFailedError
 from .placement import WorkerPair
 from .router_effects import FINAL_CAUSES, MUTUAL_CAUSES, Emit, RoomEnded, RoutingEffect
@@ -178,9 +178,9 @@ class Routing:
         self.workers.add(peer, role, now)
         return self._take()
 
-    def remove_worker(self, peer: str) -> list[RoutingEffect]:
-        """Gives the worker no new rooms, and forgets it once its rooms have ended (WorkerLeft)."""
-        self.workers.remove(peer)
+    def depart_worker(self, peer: str, departure: Departure) -> list[RoutingEffect]:
+        """Gives the worker no new rooms, and forgets one that leaves once its rooms have ended (WorkerLeft)."""
+        self.workers.depart(peer, departure)
         return self._take()
 
     def close(self, now: float) -> list[RoutingEffect]:

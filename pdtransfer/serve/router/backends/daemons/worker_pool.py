@@ -72,23 +72,17 @@ class WorkerPool:
             worker = self._new(peer, role)
             self._meet(worker, now)
         assert worker.role == role, "the caller has compared them"
-        self._depart(worker, Departure.STAYS)
-
-    def drain(self, peer: str) -> None:
-        """Gives a worker no new rooms; those under way run to their end."""
-        worker = self.by_peer[peer]
-        if worker.departure is Departure.STAYS:
-            self._depart(worker, Departure.DRAINS)
-
-    def remove(self, peer: str) -> None:
-        """Drains a worker, and forgets it once its last room has ended."""
-        worker = self.by_peer[peer]
-        self._depart(worker, Departure.LEAVES)
-        self.left(worker)
-
-    def _depart(self, worker: Worker, departure: Departure) -> None:
-        worker.departure = departure
+        worker.departure = Departure.STAYS
         self._candidates.changed(worker)
+
+    def depart(self, peer: str, departure: Departure) -> None:
+        """Gives a worker no new rooms; those under way run to their end, after which one that leaves is forgotten. It
+        is not kept by a later drain."""
+        worker = self.by_peer[peer]
+        if worker.departure is not Departure.LEAVES:
+            worker.departure = departure
+        self._candidates.changed(worker)
+        self.left(worker)
 
     def left(self, worker: Worker) -> None:
         """Forgets a worker that is to leave and has no room any more."""

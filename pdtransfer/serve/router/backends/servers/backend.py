@@ -82,13 +82,9 @@ class Servers:
         if (server := self.pool.add(address, role)) is not None:
             self._watch(server)
 
-    def drain_worker(self, address: str) -> None:
-        """Gives the server no new requests."""
-        self.pool.depart(address, Departure.DRAINS)
-
-    def remove_worker(self, address: str) -> None:
-        """Gives the server no new requests, and forgets it after the last one."""
-        self.pool.depart(address, Departure.LEAVES)
+    def depart_worker(self, address: str, departure: Departure) -> None:
+        """Gives the server no new requests, and forgets one that leaves after the last one."""
+        self.pool.depart(address, departure)
 
     def workers_status(self) -> list[WorkerStatus]:
         """What is known of each server."""

@@ -14,23 +14,11 @@ from .text import TextCodec
 
 
 class AnswerStream(Protocol):
-    """An answer that comes piece by piece."""
+    """An answer of status 200 that comes piece by piece."""
 
-    @property
-    def status(self) -> int: ...
-
-    @property
-    def headers(self) -> Mapping[str, str]: ...
-
-    @property
-    def length(self) -> int | None:
-        """Of all pieces together, where it is known."""
-        ...
-
-    @property
-    def events(self) -> bool:
-        """Whether it is a stream of events: one that fails ends with an error as its last event."""
-        ...
+    headers: Mapping[str, str]
+    length: int | None  # of all pieces together, where it is known
+    events: bool  # a stream of events: one that fails ends with an error as its last event
 
     async def more(self) -> bytes:
         """Waits for the next piece; empty at the end. Raises AnswerFailedError."""
@@ -77,23 +65,10 @@ Asked = TypeVar("Asked", bound=GenerationRequest)
 class Backend(WorkerSite, Protocol[Asked]):
     """What generates. Only `answer` and `look_up` wait for workers."""
 
-    @property
-    def paths(self) -> Paths: ...
-
-    @property
-    def text(self) -> TextCodec:
-        """The tokenizer by which bodies are read."""
-        ...
-
-    @property
-    def inline_bytes_max(self) -> int:
-        """Bodies up to here are read on the loop: some milliseconds whatever their shape."""
-        ...
-
-    @property
-    def reloads(self) -> Collection[Callable[[], None]]:
-        """What SIGHUP reads again."""
-        ...
+    paths: Paths
+    text: TextCodec  # the tokenizer by which bodies are read
+    inline_bytes_max: int  # bodies up to here are read on the loop: some milliseconds whatever their shape
+    reloads: Collection[Callable[[], None]]  # what SIGHUP reads again
 
     async def open(self) -> None:
         """Begins to reach its workers. Raises ConfigError or WorldError."""

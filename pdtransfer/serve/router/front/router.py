@@ -165,7 +165,7 @@ class Router:
 
     async def _relay(self, http: web.Request, client: ClientRequest, answer: AnswerStream) -> web.StreamResponse:
         """Writes an answer as it comes. One that is cut off ends with an error event, or with its connection."""
-        response = web.StreamResponse(status=answer.status, headers=answer.headers)
+        response = web.StreamResponse(headers=answer.headers)
         response.content_length = answer.length
         end, complete = EVENT_END, False
         try:
@@ -174,8 +174,8 @@ class Router:
                 await self._write(response, piece)
                 end = (end + piece[-len(EVENT_END) :])[-len(EVENT_END) :]
             await response.write_eof()
-            complete = answer.status < 400
-            client.answered(answer.status)
+            complete = True
+            client.answered(response.status)
         except AnswerFailedError as failed:
             client.answered(failed.status, failed.cause, f"cut off: {failed}")
             if answer.events and end == EVENT_END:

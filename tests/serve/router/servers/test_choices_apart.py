@@ -299,7 +299,7 @@ async def test_a_stream_whose_choice_fails_before_it_has_begun_ends_with_an_erro
         *_, last, rest = (await response.read()).decode().split("\n\n")
     assert rest == ""
     message = json.loads(last.removeprefix("data: "))["error"]["message"]
-    assert "choice 2: a server answers 422" in message
+    assert f"choice 2: {decode.url}: answers 422" in message
     assert "9 fails" in message
     await until(lambda: sum(seen.left for seen in decode.seen) == len(decode.seen) - 1)
     await is_quiet(site)
@@ -647,7 +647,7 @@ async def test_a_refusal_of_a_choice_has_a_bound(site: ServerSite) -> None:
     decode.fails, decode.why = {8: 422}, "x" * (HTTP_BODY_BYTES_MAX + 1)
     status, answer, _ = await site.post(**asked("/v1/completions", "a"))
     assert (status, answer["error"]["code"]) == (502, "breach")
-    assert f"answers 422, and more than {HTTP_BODY_BYTES_MAX} bytes" in answer["error"]["message"]
+    assert f"{decode.url}: the answer is larger than {HTTP_BODY_BYTES_MAX} bytes" in answer["error"]["message"]
     await is_quiet(site)
 
 

@@ -357,7 +357,7 @@ async def test_a_refusal_of_decode_behind_the_first_token_is_the_streams_last_ev
     task, _ = await first_event(site)
     site.decode[0].gate.set()
     *_, last, rest = (await task).split("\n\n")
-    assert (json.loads(last.removeprefix("data: "))["error"]["code"], rest) == ("engine", "")
+    assert (json.loads(last.removeprefix("data: "))["error"]["code"], rest) == ("refused", "")
     assert (site.ended[-1].status, site.backend.metrics.retries) == (400, 0)
 
 

@@ -230,7 +230,8 @@ class Answer:
     """All choices of one answer: as AnswerStream its server-sent events, or all of it. One failure fails the answer.
     `request` names it, and `close` is called at its end."""
 
-    status, length, events = 200, None, True
+    length: int | None = None
+    events = True
     headers: Mapping[str, str] = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
     def __init__(

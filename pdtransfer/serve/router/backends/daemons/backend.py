@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from ...front.body_readers import BodyReading
 from ...front.client_request import ClientRequest
 from ...front.json_bodies import Read, RefusedRequestError, WholeAnswer
 from ...front.status import RouterMetrics
-from ...front.text import load_text
+from ...front.text import TextCodec, load_text
 from .answer import Answer, AnswerText, Choice
 from .answers import models, one_model
 from .completions import Completion, ReadBody, completion_of, detokenized, read_body, tokenized
@@ -60,7 +60,9 @@ class Daemons:
     ) -> None:
         """`ended` gets a record of each room at its end."""
         self._config, self._spans, self._ended = config, spans, ended
-        self.text = load_text(config.model)
+        self.text: TextCodec = load_text(config.model)
+        path = config.allow
+        self.reloads: Collection[Callable[[], None]] = () if path is None else (lambda: reload(path, self.allow),)
         self.incarnation = secrets.randbits(64)
         self._created = int(time.time())
         self._bus = Bus(
@@ -98,12 +100,6 @@ class Daemons:
         for endpoint, role in self.roles().items():
             with suppress(ConfigError):  # not on the list
                 self._bus.dial(endpoint, role)
-
-    @property
-    def reloads(self) -> tuple[Callable[[], None], ...]:
-        """What SIGHUP reads again."""
-        path = self._config.allow
-        return () if path is None else (lambda: reload(path, self.allow),)
 
     def stop(self) -> None:
         """Fails unfinished requests, and sends Goodbye to the workers."""

@@ -29,7 +29,7 @@ from .hand_offs import ANSWER_TAIL_BYTES, has_prompt_figures, received_of, with_
 from .server_metrics import ServerMetrics
 from .server_pool import Server, ServerIdentity, ServerPair, ServerPool
 from .server_request import ServerRequest
-from .upstream import AttemptFailedError, Upstream, end_to_end, no_server, refused, retriable
+from .upstream import AttemptFailedError, Upstream, end_to_end, no_server, refused
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,6 @@ class Relay:
     computed: asyncio.Event = field(default_factory=asyncio.Event)  # set when prefill has answered
     kept: Counter[str] = field(default_factory=Counter[str])  # bytes to be joined, by their servers' role
     shown: EarlyToken | None = field(default=None, init=False)  # what the client has of an earlier attempt
-    status: int = field(default=0, init=False)
     length: int | None = field(default=None, init=False)
     events: bool = field(default=False, init=False)
     headers: Mapping[str, str] = field(default_factory=dict[str, str], init=False)
@@ -105,8 +104,8 @@ class Relay:
 
     def _begun(self, attempt: Attempt) -> None:
         """The client's answer begins."""
-        self.status, self.length, self.events = attempt.status, attempt.length, attempt.events
-        self.headers, self.shown = attempt.headers, attempt.shown
+        self.headers, self.length, self.events = attempt.headers, attempt.length, attempt.events
+        self.shown = attempt.shown
         client = self.client
         client.stream = attempt.events
         if attempt.events and client.first_s is None:  # no other choice of it has begun
@@ -152,7 +151,8 @@ class Relay:
 
     def _failed(self, why: AttemptFailedError, pair: ServerPair) -> None:
         """Notes a failure. Raises it where no other attempt may help."""
-        log.warning("request %s: an attempt failed: %s", self.request.request_id, why)
+        if why.cause is not Cause.REFUSED:
+            log.warning("request %s: an attempt failed: %s", self.request.request_id, why)
         why.retry_ms, self._last = self.upstream.limits.resend_ms_max, why
         self._avoid.update(why.blamed)
         if why.blamed:
@@ -182,11 +182,10 @@ class Attempt:
         self._reported = None if pair.prefill is None else self._dialect.prompt_figures(b"")
         self._behind = b""  # what may be the begin of a figure of the prompt
         self._kept = Counter[str]()  # of this attempt, as `Relay.kept`
-        self.status, self.headers, self.length, self.events = 0, dict[str, str](), None, False
+        self.headers, self.length, self.events = dict[str, str](), None, False
 
     async def begin(self) -> None:
-        """Posts the request to both servers, until decode's answer has begun, whatever its status below 500, or prefill
-        has answered early.
+        """Posts the request to both servers, until decode's answer has begun, or prefill has answered early.
 
         Only while prefill's identity is unknown both wait for the answer that has it, or decode waits for prefill's
         answer. Raises AttemptFailedError. Then, and when it is cancelled, both connections are closed.
@@ -197,13 +196,13 @@ class Attempt:
                 await self._decode_alone()
             else:
                 await self._post_both(self.pair.prefill)
-            if self._response is not None and self.status == 200 and self._joins:
+            if self._response is not None and self._joins:
                 await self._join(self._response)
         except BaseException:
             self.close(complete=False)
             raise
         if self._response is None and self._early is not None:
-            self.status, self.headers, self.events = 200, {"Content-Type": f"{EVENTS}; charset=utf-8"}, True
+            self.headers, self.events = {"Content-Type": f"{EVENTS}; charset=utf-8"}, True
             self.shown = self._early
             self._metrics.first_tokens_early += 1
 
@@ -297,7 +296,7 @@ class Attempt:
             while not shown.repeated:
                 piece = await self._read()
                 if not piece or not self.events or len(rest) > HELD_BYTES_MAX:
-                    raise RemoteProtocolError("stream", f"answers {self.status} without it")
+                    raise RemoteProtocolError("stream", "comes without it")
                 rest += piece
                 while not shown.repeated and (end := rest.find(EVENT_END) + len(EVENT_END)) >= len(EVENT_END):
                     new += shown.behind(bytes(rest[:end]))
@@ -314,7 +313,7 @@ class Attempt:
         self.pair.decode.unfinished -= self._request.answers
         self._relay.kept -= self._kept
         if not complete:
-            if not self.begun or self.status >= 400 or not (self._prefill is None or self._prefill.done()):
+            if not self.begun or not (self._prefill is None or self._prefill.done()):
                 self._give_up()
             if self._prefill is not None:
                 self._prefill.cancel()
@@ -504,13 +503,12 @@ class Attempt:
             body = self._dialect.decode_body(self._request, self._transfer, identity)
             response = await upstream.post(server, ServerOrder(self._request.path, body), self._request.headers)
             try:
-                if self._may_be_longer(server, response.status):
-                    failed = refused((server,), await upstream.whole(server, response))
-                    failed.again = True
-                    raise failed
-                if retriable(response.status):
+                if response.status != 200:
+                    is_short = self._may_be_longer(server, response.status)
                     # Decode may fail for what prefill did or did not write: either may be at fault.
-                    raise refused(blamed, await upstream.whole(server, response))
+                    failed = refused((server,) if is_short else blamed, await upstream.whole(server, response))
+                    failed.again = failed.again or is_short
+                    raise failed
                 self.events = response.content_type == EVENTS
                 first = await _next_bytes(response, events=self.events, roles_max=self._request.answers)
                 self._first = self._checked(first)
@@ -519,11 +517,10 @@ class Attempt:
             except BaseException:
                 response.close()
                 raise
-        self._response, self.status = response, response.status
+        self._response = response
         self.length = response.content_length if self._reported is None else None
         self.headers = end_to_end(response.headers)
-        if self.status == 200:
-            server.known.answered(self._request.keys)
+        server.known.answered(self._request.keys)
 
 
 async def _next_bytes(response: aiohttp.ClientResponse, *, events: bool, roles_max: int = 0) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +17,7 @@ from ...front.body_readers import BodyReading
 from ...front.client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ...front.json_bodies import WholeAnswer
 from ...front.status import RouterMetrics
-from ...front.text import BytesText
+from ...front.text import BytesText, TextCodec
 from .attempt import Relay
 from .choices import Choices
 from .dialect import with_longest
@@ -40,7 +41,7 @@ class Servers:
 
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
         self._config, self._limits = config, config.limits
-        self.text = BytesText()
+        self.text: TextCodec = BytesText()
         self.pool = ServerPool(
             config.prefill,
             config.decode,
@@ -54,7 +55,7 @@ class Servers:
         self.upstream = Upstream(config.limits, self._report)
         self.metrics = ServerMetrics(metrics, self.pool)
         self._polls: dict[Server, asyncio.Task[None]] = {}
-        self.reloads = ()
+        self.reloads: Collection[Callable[[], None]] = ()
 
     async def open(self) -> None:
         """Asks the servers for their health, from now on again and again."""

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from .....errors import Cause, RemoteProtocolError
-from .....limits import HTTP_BODY_BYTES_MAX
-from ...front.json_bodies import AnswerFailedError, WholeAnswer
+from ...front.json_bodies import AnswerFailedError
 from .attempt import Relay
 from .joined_choices import JoinedAnswers, JoinedEvents
 from .server_request import ServerRequest
@@ -31,7 +30,7 @@ class Choices:
         self._reads: dict[asyncio.Task[bytes], int] = {}  # of those that have not ended
         self._joined: JoinedAnswers | JoinedEvents | None = None
         self._piece, self._ended = b"", False
-        self.status, self.length, self.events = 200, None, False
+        self.length, self.events = None, False
         self.headers: Mapping[str, str] = {}
 
     async def begin(self) -> None:
@@ -65,25 +64,21 @@ class Choices:
             request.close(complete=complete and number not in unfinished)
 
     async def _begin(self, number: int) -> bytes:
-        """Returns the first bytes of an answer. One that is not of status 200 is the failure of all."""
+        """Returns the first bytes of an answer."""
         if number > 0:
             await self._relay.computed.wait()
         async with self._turn:
             await asyncio.sleep(0)
             request = self._requests[number] = replace(self._relay, request=self._of_choice(number))
-        await request.begin()
-        if request.status == 200:
-            self._relay.computed.set()
-            return await request.more()
-        body = bytearray()
-        while piece := await request.more():
-            body += piece
-            if len(body) > HTTP_BODY_BYTES_MAX:
-                text = f"choice {number}: a server answers {request.status}, and more than {HTTP_BODY_BYTES_MAX} bytes"
-                raise AnswerFailedError(text, Cause.BREACH)
-        answer = WholeAnswer(request.status, request.headers, bytes(body))
-        text = f"choice {number}: a server answers {request.status}: {answer.body[:256].decode(errors='replace')}"
-        raise AnswerFailedError(text, Cause.ENGINE, status=request.status, answer=answer)
+        try:
+            await request.begin()
+        except AnswerFailedError as failed:
+            if failed.answer is None:
+                raise
+            text = f"choice {number}: {failed}: {failed.answer.body[:256].decode(errors='replace')}"
+            raise AnswerFailedError(text, failed.cause, status=failed.status, answer=failed.answer) from None
+        self._relay.computed.set()
+        return await request.more()
 
     async def _next(self) -> bytes:
         """Waits for the next bytes of any answer; returns what the client gets of them. Raises AnswerFailedError and

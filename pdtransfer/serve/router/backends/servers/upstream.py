@@ -49,11 +49,6 @@ class AttemptFailedError(AnswerFailedError):
         self.blamed, self.again = blamed, again
 
 
-def retriable(status: int) -> bool:
-    """Whether another server may answer otherwise: this one failed, or has too much to do."""
-    return status >= 500 or status == 429
-
-
 def end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
     """Returns the headers of an answer that are for the client."""
     return {name: value for name, value in headers.items() if name.lower() not in _HOP_HEADERS}
@@ -226,6 +221,7 @@ def no_server(why: NoPair, limits: Limits) -> AnswerFailedError:
 
 
 def refused(blamed: tuple[Server, ...], answer: WholeAnswer) -> AttemptFailedError:
-    """The failure that an answer is; the last of those who may be at fault has answered so."""
-    text = f"{blamed[-1].name}: answers {answer.status}"
-    return AttemptFailedError(text, Cause.ENGINE, blamed, answer=answer, again=retriable(answer.status))
+    """The failure that an answer is; the last of those who may be at fault has answered so. Another server may answer
+    otherwise where this one failed, or has too much to do."""
+    text, again = f"{blamed[-1].name}: answers {answer.status}", answer.status >= 500 or answer.status == 429
+    return AttemptFailedError(text, Cause.ENGINE if again else Cause.REFUSED, blamed, answer=answer, again=again)

@@ -83,22 +83,23 @@ def followed(sglang_checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathF
 
 
 def test_the_commands_of_readme_hand_a_request_over(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """With the model, and with what the document gives servers on a CPU."""
+    """And the request at the head of the document, with the model and what it gives servers on a CPU."""
     [common] = re.findall(r'^export .*?^COMMON=.*?"$', TEXT, re.DOTALL | re.MULTILINE)
     script = in_background(readme("sglang")).replace(" MODEL ", f" {sglang_checkpoints.path('llama')} $COMMON ")
     for text in ("--port 30000", "--port 30100"):
         script = script.replace(text, f"{text} --nccl-port {free_port()}")
     script = script.replace("-mode decode", "-mode decode --disaggregation-decode-retraction-backup cpu_tensor")
-    [ask] = re.findall(r"^curl -s -w .*?'$", TEXT, re.DOTALL | re.MULTILINE)
+    ask = commands(section("sglang.md", "## Install and run").partition("\n### ")[0])
     ports = {number: str(free_port()) for number in ("8000", "30000", "30100", "8998")}
     script = (
-        f"{common}\n{script}{ask}\ncurl -s http://127.0.0.1:30000/metrics | grep '^sglang:kv_transfer_total_mb_sum'\n"
+        f"{common}\n{script}{ask}curl -s http://127.0.0.1:30000/metrics | grep '^sglang:kv_transfer_total_mb_sum'\n"
     )
     script = re.sub(rf"\b({'|'.join(ports)})\b", lambda found: ports[found[1]], script)
     path = f"{VENV / 'bin'}:{os.environ['PATH']}"
     kept = {"HF_HUB_OFFLINE": "1", "PATH": path, "PDTRANSFER_LISTEN": f"127.0.0.1:{ports['8000']}"}
     printed = run(script, {}, tmp_path, kept, SECONDS)
     assert len(json.loads(printed.splitlines()[0])["choices"][0]["text"].split()) == 16
+    assert "\nThe engines fit.\n" in printed
     assert float(printed.split()[-1]) > 0
 
 

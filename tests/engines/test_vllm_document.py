@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.document_commands import FIRST_LINE, in_background, readme, run, section, shape_of, stated_lines
+from tests.support import document_commands as document
 from tests.support.paths import REPO
 from tests.support.sglang_engine import free_port
 from tests.support.vllm_engine import ENVIRONMENT, VENV, Checkpoints
@@ -19,8 +19,7 @@ from tests.support.vllm_engine import ENVIRONMENT, VENV, Checkpoints
 KEPT = "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"
 SECONDS = 900.0  # of two servers that import vLLM and start, beside others on two cores
 EXAMPLE = (REPO / "examples" / "vllm_cpu.sh").read_text(encoding="utf-8")
-[DOCTOR] = re.findall(r"`(pdtransfer doctor .*8100 .*8200)`", (REPO / "docs" / "vllm.md").read_text("utf-8"))
-[ASK] = re.findall(r"^ask\(\) .*?^}\n", EXAMPLE, re.DOTALL | re.MULTILINE)
+ASK = document.commands(document.section("vllm.md", "## Install and run"))
 ON_A_CPU = "--dtype bfloat16 --enforce-eager --max-model-len 1024 --kv-cache-memory-bytes 268435456"
 pytestmark = [pytest.mark.timeout(1_200), pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")]
 
@@ -35,7 +34,7 @@ def followed(script: str, folder: Path) -> tuple[str, list[dict[str, Any]]]:
         "PREFILL_CORES": str(cores[0]), "DECODE_CORES": str(cores[-1]), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "LOGS": str(folder),
     }  # fmt: skip
-    printed = run(script, {}, folder, environment, SECONDS)
+    printed = document.run(script, {}, folder, environment, SECONDS)
     assert "\nThe engines fit.\n" in printed
     answers = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert len(answers[0]["choices"][0]["text"].split()) == 16
@@ -45,17 +44,17 @@ def followed(script: str, folder: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def test_the_commands_of_readme_hand_a_request_over(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """With the model, and with what servers on a CPU need."""
-    on_this_host = in_background(readme("vllm")).replace(" MODEL ", f" {checkpoints.path('llama')} {ON_A_CPU} ")
-    followed(f"{on_this_host}{DOCTOR}\n{ASK}ask 8000\n", tmp_path)
+    """And of the document, with the model and what servers on a CPU need."""
+    served = f" {checkpoints.path('llama')} {ON_A_CPU} "
+    followed(document.in_background(document.readme("vllm")).replace(" MODEL ", served) + ASK, tmp_path)
 
 
 def test_the_example_hands_a_request_over(checkpoints: Checkpoints, tmp_path: Path) -> None:
     printed, answers = followed(f"set -- {checkpoints.path('llama')}\n{EXAMPLE}", tmp_path)
     handed, alone = (answer["choices"][0]["text"] for answer in answers)
     assert handed == alone
-    lines = FIRST_LINE.findall(printed)
-    assert [shape_of(line) for line in lines] == [
-        shape_of(line) for line in stated_lines(section("vllm.md", "### On one CPU host"))
+    lines = document.FIRST_LINE.findall(printed)
+    assert [document.shape_of(line) for line in lines] == [
+        document.shape_of(line) for line in document.stated_lines(document.section("vllm.md", "### On one CPU host"))
     ]
     assert len({line.rpartition("facts=")[2] for line in lines}) == 1

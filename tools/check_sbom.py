@@ -7,6 +7,7 @@ Prints how many packages there are. Status 1 where they differ.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -57,8 +58,12 @@ def differences(sbom: dict[str, Any], locks: str) -> list[str]:
 
 
 def main() -> int:
-    sbom = json.loads(Path(sys.argv[1]).read_text())
-    wrong = differences(sbom, "".join(Path(path).read_text() for path in sys.argv[2:]))
+    parser = argparse.ArgumentParser(prog="python -m tools.check_sbom", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("sbom", metavar="SBOM", type=Path)
+    parser.add_argument("locks", metavar="LOCK", type=Path, nargs="+")
+    options = parser.parse_args()
+    sbom = json.loads(options.sbom.read_text())
+    wrong = differences(sbom, "".join(path.read_text() for path in options.locks))
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     if not wrong:
         kinds = [str(component.get("purl", "")).partition("/")[0] for component in sbom["components"]]

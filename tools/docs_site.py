@@ -7,9 +7,11 @@ All keep their places in the repository, so that the links between them hold.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -38,10 +40,16 @@ def documents() -> set[Path]:
     return found
 
 
-def main(folder: Path) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.docs_site", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="what it has is deleted first")
+    folder = parser.parse_args(arguments).folder
+    paths = documents()
+    if any(path.is_relative_to(folder.resolve()) for path in paths):
+        parser.error(f"{folder} has the documents themselves: name a new folder")
     shutil.rmtree(folder, ignore_errors=True)
-    for path in documents():
+    for path in paths:
         target = folder / path.relative_to(REPO)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
@@ -49,4 +57,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main())

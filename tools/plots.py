@@ -6,6 +6,7 @@ scheme.
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 from pathlib import Path
@@ -118,5 +119,6 @@ def plot(name: str) -> tuple[Path, str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m tools.plots", description=(__doc__ or "").partition("\n")[0]).parse_args()
     for path, text in map(plot, PLOTS):
         path.write_text(text, encoding="utf-8")

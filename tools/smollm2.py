@@ -11,6 +11,7 @@ accelerate.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,6 @@ def main(into: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: python -m tools.smollm2 DIRECTORY")
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m tools.smollm2", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("directory", metavar="DIRECTORY", type=Path)
+    main(parser.parse_args().directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -11,7 +12,7 @@ from tools import docs_site
 
 
 def test_the_site_has_every_document_and_what_it_links_to(tmp_path: Path) -> None:
-    assert docs_site.main(tmp_path / "site") == 0
+    assert docs_site.main([str(tmp_path / "site")]) == 0
     made = {path.relative_to(tmp_path / "site") for path in (tmp_path / "site").rglob("*") if path.is_file()}
     expected = {path.relative_to(REPO) for path in [*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")]}
     assert expected - made == set()
@@ -28,9 +29,8 @@ def test_each_page_beside_the_decisions_and_figures_is_in_its_navigation() -> No
     assert named - pages == {"proto/v1/README.md", "docs/figures/README.md", "docs/decisions/README.md"}
 
 
-def _pages(nav: object) -> list[str]:
+def _pages(nav: Any) -> list[str]:
     if isinstance(nav, str):
         return [nav]
-    parts = nav.values() if isinstance(nav, dict) else nav
-    assert isinstance(parts, (list, type({}.values())))
+    parts = nav.values() if hasattr(nav, "values") else nav
     return [page for part in parts for page in _pages(part)]

@@ -3,8 +3,8 @@ with `--lower` first takes each ceiling down to the lines, or to the goal where 
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -71,8 +71,11 @@ def ours() -> dict[str, Room]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.lint.ceilings", description=__doc__)
+    parser.add_argument("--lower", action="store_true", help="take each ceiling down to the lines, or to the goal")
+    options = parser.parse_args()
     counted = lines((*product(), *sources("tests")), ours())
-    if "--lower" in sys.argv:
+    if options.lower:
         (REPO / TABLE).write_text(lowered((REPO / TABLE).read_text(), counted))
     table = ours()
     for name, room in table.items():

@@ -167,7 +167,7 @@ class Bus:
         return "" if dialled is None or dialled.connected else dialled.last_error
 
     def behind(self, peer: str) -> bool:
-        """Whether messages of a dialled peer wait to be read by this node, which goes on reading them."""
+        """True if messages of a dialled peer wait to be read by this node, which goes on reading them."""
         dialled = self._dialled.get(peer)
         return dialled is not None and dialled.behind
 
@@ -179,7 +179,7 @@ class Bus:
         return "" if connection is None or connection.tcp is None else connection.tcp.address
 
     def may_be_one(self, first: str, second: str) -> bool:
-        """Whether two dialled endpoints lead to one process, if both report that they do. With keys both have its key.
+        """True if two dialled endpoints lead to one process, if both report that they do. With keys both have its key.
         Without keys, on loopback, any user may listen and claim to be another: there both connections must end at one
         address, which the kernel vouches for. Beyond loopback an operator has insisted on trust."""
         dialled, other = self._dialled.get(first), self._dialled.get(second)

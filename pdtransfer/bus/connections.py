@@ -236,5 +236,5 @@ class Connections:
 
 
 def _is_given(route: bytes) -> bool:
-    """Whether the id was assigned by the authenticator, or by the ROUTER (no keys, or a late answer)."""
+    """True if the id was assigned by the authenticator, or by the ROUTER (no keys, or a late answer)."""
     return (route[:1], len(route) - 1) in ((ROUTE_MARK, ROUTE_RANDOM_BYTES), (_ROUTERS_MARK, _ROUTERS_BYTES))

@@ -95,7 +95,7 @@ class Dialled:
 
     @property
     def unreachable(self) -> bool:
-        """Whether it was dialled, and not reached by an attempt that is over."""
+        """True if it was dialled, and not reached by an attempt that is over."""
         return not self._reached and (self._attempt > 0 or self._failed) and self._link is not None
 
     @property
@@ -117,12 +117,12 @@ class Dialled:
 
     @property
     def behind(self) -> bool:
-        """Whether this side reads what the peer sends later than it comes."""
+        """True if this side reads what the peer sends later than it comes."""
         return self.connected and self._tcp is not None and self._tcp.behind
 
     @property
     def backlogged(self) -> bool:
-        """Whether too many bytes are unread."""
+        """True if too many bytes are unread."""
         return self._tcp is not None and self._tcp.backlogged(self._limits, self._limits.dialled_frames_max)
 
     def redial(self) -> None:

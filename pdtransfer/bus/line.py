@@ -71,7 +71,7 @@ class SessionLine:
         self._push(OPENING)
 
     def send(self, frame: bytes) -> bool:
-        """Whether the kernel has the frame, or its beginning; False where it is full, the frame too long, the peer has
+        """True if the kernel has the frame, or its beginning; False where it is full, the frame too long, the peer has
         not opened its direction, or reads nothing: a forked child may hold a line open that nobody reads."""
         if not self._open or self._unsent or self._closed or len(frame) > self._limits.line_bytes_max:
             return False
@@ -106,7 +106,7 @@ class SessionLine:
             disconnect(self._socket)
 
     def _is_read(self) -> bool:
-        """Whether the peer has read everything, or has had little time for it."""
+        """True if the peer has read everything, or has had little time for it."""
         now = self._loop.time()
         if self._unread_since is None or not self._queued(termios.TIOCOUTQ):
             self._unread_since = now

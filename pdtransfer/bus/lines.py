@@ -88,7 +88,7 @@ class SessionLines:
                 self._drop(line)
 
     def send(self, peer: str, message: Message, frame: bytes) -> bool:
-        """Whether the message, encoded as `frame`, has gone by a line. What ends a session, or all of them, ends their
+        """True if the message, encoded as `frame`, has gone by a line. What ends a session, or all of them, ends their
         lines first."""
         if isinstance(message, GRANT_MESSAGES):
             line = self._lines.get(message.session)

@@ -242,7 +242,7 @@ class TcpConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the descriptor still belongs to this connection."""
+        """True if the descriptor still belongs to this connection."""
         return _getsockopt(self.fd, tcp.SOL_SOCKET, _SO_COOKIE, 8) == self.cookie
 
     @property
@@ -273,7 +273,7 @@ class TcpConnection:
         return (many or unread > limits.unread_bytes_max) and self.is_open
 
     def unacknowledged(self, limits: BusLimits) -> bool:
-        """Whether the kernel repeats data, and the other host has acknowledged nothing for `unacknowledged_ms`.
+        """True if the kernel repeats data, and the other host has acknowledged nothing for `unacknowledged_ms`.
 
         It acknowledges for a process that does not run as well. Frames that came since the last call answer it, too.
         """

@@ -44,14 +44,14 @@ def sent_by_both(shares: Mapping[str, Sequence[Component]], stand_ins: StandIns)
 
 
 def leased(components: Sequence[Component], *, enable_hisparse: bool) -> tuple[bool, ...]:
-    """Whether a room of this kind uses each component."""
+    """For each component, True if a room of this kind uses it."""
     repeated_names = _repeated_names(components)
     memory = "dram" if enable_hisparse else "hbm"
     return tuple(component.name not in repeated_names or component.memory == memory for component in components)
 
 
 def shares_prefixes(components: Sequence[Component], *, enable_hisparse: bool) -> bool:
-    """Whether rooms of this kind share prompts. Where names are registered twice, only HiSparse rooms do."""
+    """True if rooms of this kind share prompts. Where names are registered twice, only HiSparse rooms do."""
     return enable_hisparse or not _repeated_names(components)
 
 

@@ -1,4 +1,4 @@
-"""Whether two nodes fit: what their identities must have in common, and a line for each field that differs.
+"""Compares two nodes: what their identities must have in common, and a line for each field that differs.
 
 The digest `weights` decides. Where both nodes name the facts behind it, those that differ are named in its place. A
 node shows the same to `pdtransfer doctor` as a `ShownIdentity`, before it has a peer.

@@ -1,4 +1,4 @@
-"""Whether a peer lives: which of its processes is the current one, and when it was last seen."""
+"""The life of a peer: which of its processes is the current one, and when it was last seen."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Liveness:
         return PeerProcess.SAME if message.incarnation == self.incarnation else PeerProcess.ANOTHER
 
     def late(self, incarnation: int, now: float) -> bool:
-        """Whether a message of this incarnation comes from an earlier process, or from one that said Goodbye."""
+        """True if a message of this incarnation comes from an earlier process, or from one that said Goodbye."""
         if incarnation == self._left:
             return True
         late_ms = self._limits.silence_ms
@@ -109,11 +109,11 @@ class Liveness:
         return (now - self.last_seen) * 1e3
 
     def silent(self, now: float) -> bool:
-        """Whether the peer counts as lost."""
+        """True if the peer counts as lost."""
         return now >= self.silent_at
 
     def slow(self, now: float) -> bool:
-        """Whether the peer gets nothing new until it is seen again."""
+        """True if the peer gets nothing new until it is seen again."""
         return self.silent_ms(now) >= self._slow_ms
 
     @property

@@ -155,7 +155,7 @@ class Peers(Generic[PeerType]):
         self._timers.clear(("hello", peer.name, 0))
 
     def asks_for_hello(self, peer: PeerType, message: Reject, now: float, *, met: bool) -> bool:
-        """Whether a Reject only asks for Hello, which is sent then. Soon after its Welcome that is a late answer to an
+        """True if a Reject only asks for Hello, which is sent then. Soon after its Welcome that is a late answer to an
         earlier message: a peer that is `met` stays so."""
         if message.session or message.reason not in HELLO_WANTED:
             return False

@@ -53,7 +53,7 @@ class ReadyGate:
 
     @property
     def nearly(self) -> bool:
-        """Whether at most the last of its CUDA events is missing."""
+        """True if at most the last of its CUDA events is missing."""
         return self._passed >= len(self._handles) - 1
 
     def fired(self, number: int, now_ns: int) -> None:

@@ -131,7 +131,7 @@ def _uncovered(component: Component, layouts: Mapping[str, Layout], names: list[
 
 
 def _held(cuts: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each [cuts[i], cuts[i + 1]) lies in one of [starts, ends), which do not overlap."""
+    """True for each [cuts[i], cuts[i + 1]) that lies in one of [starts, ends), which do not overlap."""
     steps = np.zeros(len(cuts), dtype=np.int64)
     np.add.at(steps, np.searchsorted(cuts, starts), 1)
     np.subtract.at(steps, np.searchsorted(cuts, ends), 1)

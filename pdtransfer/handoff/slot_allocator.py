@@ -252,7 +252,7 @@ class SlotAllocator:
             free.grow(max(free.ready, slots_below(component.layout, bytes_ready)))
 
     def fits(self, rows: Sequence[int]) -> bool:
-        """Whether an empty arena could hold these rows."""
+        """True if an empty arena could hold these rows."""
         return all(free.in_pages(count) <= free.slots for free, count in zip(self.free, rows, strict=True))
 
     def allocate(self, rows: Sequence[int]) -> Holding | None:
@@ -413,7 +413,7 @@ class ExtentSet:
         return True
 
     def overlaps_run(self, start: int, count: int) -> bool:
-        """Whether an extent overlaps the set."""
+        """True if an extent overlaps the set."""
         return self._gap(start, count) is None
 
     def remove(self, extents: Extents) -> None:

@@ -98,12 +98,12 @@ class CheckedCopy(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether the CPU knows the slots of both sides."""
+        """True if the CPU knows the slots of both sides."""
         return not self.target_side.address and not self.source_side.address
 
     @property
     def fetches(self) -> bool:
-        """Whether the rows go from the host to a GPU."""
+        """True if the rows go from the host to a GPU."""
         return self.source.host and not self.target.host
 
 
@@ -415,7 +415,7 @@ def _lanes(byte_count: int, lane_bytes: int, most: int) -> int:
 
 
 def pair_major(pairs: Int64s, *, base: int, stride: int) -> bool:
-    """Whether rows of one pair are closer in memory than the pairs of one row, by these columns of one side."""
+    """True if rows of one pair are closer in memory than the pairs of one row, by these columns of one side."""
     if len(pairs) == 1:
         return False
     bases = np.sort(pairs[:, base])

@@ -85,7 +85,7 @@ class DeviceTables:
                 self._gpu.free(table.address, self._gpu.side_stream)
 
     def _is_unused(self, table: _Table) -> bool:
-        """Whether no launch reads the table now or later. A captured graph may repeat a launch; its event cannot be
+        """True if no launch reads the table now or later. A captured graph may repeat a launch; its event cannot be
         queried, and its table stays."""
         try:
             return not table.users and all(self._gpu.passed(event) for event in table.launched.values())

@@ -232,7 +232,7 @@ class Grant(_Wire, frozen=True):
 
     @property
     def last(self) -> bool:
-        """Whether no grant of this room follows on its session."""
+        """True if no grant of this room follows on its session."""
         return self.stop >= self.tokens
 
 

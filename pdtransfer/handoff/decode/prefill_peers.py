@@ -216,7 +216,7 @@ class PrefillPeers:
         self._out(Offer(name, peer.session.id))
 
     def _is_known(self, peer: PeerRecord, now: float) -> bool:
-        """Whether another peer is this process, and lives: it stands for this endpoint from now on. This endpoint
+        """True if another peer is this process, and lives: it stands for this endpoint from now on. This endpoint
         stands for one that is silent."""
         assert peer.liveness.incarnation is not None
         for other in list(self.peers.values()):

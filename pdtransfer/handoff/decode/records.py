@@ -87,11 +87,11 @@ class SessionRecord:
 
     @property
     def stages(self) -> bool:
-        """Whether rows of HBM components land in the staging buffer. Not known before its writer has the arena."""
+        """True if rows of HBM components land in the staging buffer. Not known before its writer has the arena."""
         return not self.hbm_direct and self.landing is not self.components
 
     def stages_rows_of(self, holding: Holding) -> bool:
-        """Whether some rows of a room with these slots land in the staging buffer."""
+        """True if some rows of a room with these slots land in the staging buffer."""
         parts = zip(self.components, self.extents_of(holding), strict=True)
         return self.stages and any(component.memory == "hbm" and len(extents) for component, extents in parts)
 
@@ -111,7 +111,7 @@ class SessionRecord:
         )
 
     def covers(self, lease: LeaseEntry, arena_ready: int) -> bool:
-        """Whether the writer and this node are both ready where the rows of its components go.
+        """True if the writer and this node are both ready where the rows of its components go.
 
         `arena_ready`: how many of the arena's first bytes this node has ready; its GPU may reach no others. Slots of
         the staging buffer may be leased before the writer has it ready.
@@ -125,12 +125,12 @@ class SessionRecord:
 
     @property
     def whole(self) -> bool:
-        """Whether its writer has the whole arena ready."""
+        """True if its writer has the whole arena ready."""
         return self.reach is not None and self.bytes_ready == self.reach.arena_bytes
 
     @property
     def has_window_slot(self) -> bool:
-        """Whether one more grant would lie inside the window."""
+        """True if one more grant would lie inside the window."""
         return len(self.leases) + self.reserved < self.window
 
 
@@ -199,7 +199,7 @@ class RoomRecord:
         return {component.name: slots_of(extents, count=rows) for component, extents, rows in parts if rows}
 
     def uses(self, session: SessionRecord) -> bool:
-        """Whether the room fails when the session does."""
+        """True if the room fails when the session does."""
         granted = any(lease.session is session and lease.state is not Lease.ENDED for lease in self.leases)
         return granted or session in self.staged or self.reserved.get(session.peer) is session
 

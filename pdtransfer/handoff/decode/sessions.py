@@ -109,7 +109,7 @@ class DecodeSessions:
         return self._effects(now)
 
     def may_dial_ahead(self, peer: str, now: float) -> bool:
-        """Whether `dial` leaves enough sessions for the peers that rooms name: half of them are kept for those."""
+        """True if `dial` leaves enough sessions for the peers that rooms name: half of them are kept for those."""
         peers, most = self.prefill_peers.peers, min(AHEAD_MAX, self._limits.sessions_max // 2)
         return not self.draining and (self.prefill_peers.resolve(peer, now) in peers or len(peers) < most)
 
@@ -186,7 +186,7 @@ class DecodeSessions:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no room, no lease, and no copy or check of landed rows."""
+        """True if there is no room, no lease, and no copy or check of landed rows."""
         leases = any(session.leases for session in self.prefill_peers.sessions.values())
         return not self.rooms and not leases and not self.post_landing
 

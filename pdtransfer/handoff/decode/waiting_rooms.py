@@ -24,7 +24,7 @@ HELLOS = 3  # that name a room: ZeroMQ loses one where a connection is made anew
 
 
 class Coverage:
-    """Whether the sources of a room send every plane of it exactly once, all of them by the same rows.
+    """Checks that the sources of a room send every plane of it exactly once, all of them by the same rows.
 
     The answers for the latest `kept_max` sets of sessions of one decode rank are kept.
     """
@@ -217,7 +217,7 @@ class Withdrawals:
         return None
 
     def is_new(self, source: str) -> bool:
-        """Whether no Hello to this source has named one of its rooms yet."""
+        """True if no Hello to this source has named one of its rooms yet."""
         return any(not withdrawal.hellos for withdrawal in self.rooms.at(source))
 
     def in_hello(self, source: str, now: float) -> tuple[Withdrawn, ...]:

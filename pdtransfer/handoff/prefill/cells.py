@@ -82,17 +82,17 @@ class OpenRoom:
         self.cells.append(cell)
 
     def admits(self, peer: str) -> bool:
-        """Whether this decode rank may grant."""
+        """True if this decode rank may grant."""
         return self.peers is None or peer in self.peers
 
     @property
     def leased(self) -> bool:
-        """Whether every decode rank has granted."""
+        """True if every decode rank has granted."""
         return len(self.grants) == self.grant_count
 
     @property
     def landed(self) -> bool:
-        """Whether the last grant of every decode rank has landed."""
+        """True if the last grant of every decode rank has landed."""
         return self.leased and all(
             grant.last and grant.state is WriterGrantState.LANDED for grant in self.grants.values()
         )

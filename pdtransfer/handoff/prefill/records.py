@@ -95,12 +95,12 @@ class WriterGrant:
 
     @property
     def last(self) -> bool:
-        """Whether no grant of its room follows on its session."""
+        """True if no grant of its room follows on its session."""
         return self.message is None or self.message.last
 
     @property
     def verify(self) -> bool:
-        """Whether decode wants a checksum."""
+        """True if decode wants a checksum."""
         return self.message is not None and self.message.verify
 
     def check_same(self, message: Grant) -> None:
@@ -188,12 +188,12 @@ class WriterSession:
 
     @property
     def open(self) -> bool:
-        """Whether it takes messages."""
+        """True if it takes messages."""
         return self.state in (WriterState.MAPPING, WriterState.UP)
 
     @property
     def granting(self) -> bool:
-        """Whether some of the arena may be granted; before that a Grant is a breach."""
+        """True if some of the arena may be granted; before that a Grant is a breach."""
         return self.state is WriterState.UP and self.bytes_ready > 0
 
     def ready(self, bytes_ready: int, *, hbm_direct: bool) -> None:
@@ -205,11 +205,11 @@ class WriterSession:
         )
 
     def known_end(self, number: int) -> bool:
-        """Whether this grant has ended and decode acknowledged it."""
+        """True if this grant has ended and decode acknowledged it."""
         return number in self.acked
 
     def outside(self, number: int) -> bool:
-        """Whether the number lies beyond the window. Such a message is not answered: decode may know of ends before
+        """True if the number lies beyond the window. Such a message is not answered: decode may know of ends before
         this rank does."""
         return max(self.highest, number) - len(self.acked) > self.window
 

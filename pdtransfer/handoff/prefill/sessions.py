@@ -151,7 +151,7 @@ class PrefillSessions:
 
     @property
     def idle(self) -> bool:
-        """Whether no room is open, no write is in flight, and each end is acknowledged or its session is gone."""
+        """True if no room is open, no write is in flight, and each end is acknowledged or its session is gone."""
         return not self.rooms and not any(s.writes or (s.open and s.grants) for s in self.sessions.values())
 
     # Reports of the shell

@@ -85,7 +85,7 @@ class RingShape:
 
     @cached_property
     def contiguous(self) -> bool:
-        """Whether consecutive blocks are one run in every stretch."""
+        """True if consecutive blocks are one run in every stretch."""
         return all(stretch.step == stretch.bytes for stretch in self.stretches)
 
 
@@ -146,7 +146,7 @@ class Through:
 
     @property
     def regular(self) -> bool:
-        """Whether each stretch is one run, as in nearly every push: the chunks do not depend on the first block."""
+        """True if each stretch is one run, as in nearly every push: the chunks do not depend on the first block."""
         return self.consecutive and self.shape.contiguous
 
     @property
@@ -264,7 +264,7 @@ def _whole_blocks(ascending: Int64s, page_size: int) -> Int64s:
 
 
 def _in_long_runs(blocks: Int64s, shape: RingShape) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Whether each block is in a run that is long enough for a transfer in every stretch."""
+    """True for each block in a run that is long enough for a transfer in every stretch."""
     edges = np.concatenate(([0], np.flatnonzero(np.diff(blocks) != 1) + 1, [len(blocks)]))
     counts = np.diff(edges)
     shortest = np.full(len(counts), np.iinfo(np.int64).max)

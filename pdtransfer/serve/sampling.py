@@ -59,7 +59,7 @@ def beyond_basic(sampling: Sampling) -> str | None:
 
 
 def is_argmax(sampling: Sampling) -> bool:
-    """Whether every pick is the first highest logit and nothing else is asked for, so that an engine may pick on its
+    """True if every pick is the first highest logit and nothing else is asked for, so that an engine may pick on its
     device."""
     changed = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
     return sampling.temperature == 0.0 and not (

@@ -208,7 +208,7 @@ class Copier:
             return job.exhausted and not job.running
 
     def _done(self, job: CopyWork, checksum: int | None, text: str) -> bool:
-        """Whether that was the last piece of an exhausted work."""
+        """True if that was the last piece of an exhausted work."""
         with self._changed:
             job.running -= 1
             job.done(checksum, text)

@@ -157,7 +157,7 @@ def _update(gate: ReadyGate, number: int, failed: str) -> None:
 
 
 def in_runs(slots: range | Int64s, byte_count: int) -> bool:
-    """Whether this many bytes lie in runs of slots that are long enough to consider a ring."""
+    """True if this many bytes lie in runs of slots that are long enough to consider a ring."""
     runs = 1 if isinstance(slots, range) else 1 + int(np.count_nonzero(np.diff(slots) != 1))
     return byte_count >= RUN_BYTES_MIN * runs
 

@@ -122,7 +122,7 @@ class GpuWrite(Work):
 
     @property
     def exhausted(self) -> bool:
-        """Whether nothing of it is left to launch."""
+        """True if nothing of it is left to launch."""
         return self.outcome is not Outcome.LANDED or self.rows_taken == len(self.order.source_slots)
 
 

@@ -30,7 +30,7 @@ class PortGuard(Protocol):
 
     @property
     def peers_only(self) -> bool:
-        """Whether only hosts of peers are admitted, and a session whose peer may come from another address than that of
+        """True if only hosts of peers are admitted, and a session whose peer may come from another address than that of
         its connection is to be spared."""
         ...
 

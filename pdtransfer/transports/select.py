@@ -62,7 +62,7 @@ def needs_no_guard(transport: str, *, loopback: bool) -> str:
 
 
 async def on_loopback(endpoint: str) -> bool:
-    """Whether a dialled endpoint, `[KEY@]tcp://host:port`, is on this host by its address."""
+    """True if a dialled endpoint, `[KEY@]tcp://host:port`, is on this host by its address."""
     try:
         return await asyncio.get_running_loop().run_in_executor(None, is_loopback, split_key(endpoint)[1])
     except ConfigError:  # it resolves no more

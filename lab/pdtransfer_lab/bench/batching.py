@@ -38,5 +38,5 @@ class AtEnd(CellBatcher):
 
 
 def _follows(cell: Computed, later: Computed) -> bool:
-    """Whether `later` continues where `cell` ends, in the same pages."""
+    """True if `later` continues where `cell` ends, in the same pages."""
     return cell.layers == later.layers and cell.skip == later.skip and cell.rows[1] == later.rows[0]

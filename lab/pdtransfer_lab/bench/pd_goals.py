@@ -36,7 +36,7 @@ class Goal:
 
     @property
     def met(self) -> bool | None:
-        """Whether it is reached."""
+        """True if it is reached, None without a value."""
         if self.value is None:
             return None
         return self.value >= self.aim if self.at_least else self.value <= self.aim

@@ -174,7 +174,7 @@ class _Side(PipeProcess):
 
     @property
     def quiet(self) -> bool:
-        """Whether the engine has nothing to do, and no span left to report."""
+        """True if the engine has nothing to do, and no span left to report."""
         return self._engine.idle
 
     def fail(self, text: str) -> None:

@@ -102,7 +102,7 @@ class Graphs:
 
 
 def _fits(x: Tensor, batch: RowBatch) -> bool:
-    """Whether the batch is a small prompt's only chunk, whose keys are its own rows."""
+    """True if the batch is a small prompt's only chunk, whose keys are its own rows."""
     if len(x) > ROWS_MAX or batch.own.start or len(batch.keys.readings) > 1:
         return False
     return _tiles(batch).ends == [batch.own.stop]

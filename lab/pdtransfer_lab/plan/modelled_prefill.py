@@ -39,7 +39,7 @@ class ModelledPrefill:
         return min(self._cache.count(request.keys) * block_tokens, request.tokens - 1)
 
     def fits(self, request: ModelledRequest) -> bool:
-        """Whether an empty pool could hold it."""
+        """True if an empty pool could hold it."""
         return request.tokens <= self._slots
 
     def add(self, request: ModelledRequest) -> None:

@@ -24,7 +24,7 @@ class Slo:
     itl_s: float | None = None
 
     def kept(self, ttft_s: float, itl_s: float) -> bool:
-        """Whether a request that has been answered was good."""
+        """True if a request that has been answered was good."""
         return (self.ttft_s is None or ttft_s <= self.ttft_s) and (self.itl_s is None or itl_s <= self.itl_s)
 
 

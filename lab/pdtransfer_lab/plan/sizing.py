@@ -61,7 +61,7 @@ def work_bounds(trace: Trace, rates: Rates, shape: FleetShape, slo: Slo, *, user
 
 
 def _alone(request: TraceRequest, rates: Rates, slo: Slo) -> bool:
-    """Whether the request keeps the SLO on idle workers; nothing of its prompt is cached for prefill."""
+    """True if the request keeps the SLO on idle workers; nothing of its prompt is cached for prefill."""
     step_s = rates.decode(1) + rates.context_s * request.input_tokens
     ttft_s = rates.prefill(request.input_tokens) + rates.handoff_s + step_s + rates.overhead_s
     return slo.kept(ttft_s, step_s if request.output_tokens > 1 else 0.0)

@@ -100,7 +100,7 @@ class BrowserGuard:
 
 
 def _shows_a_page(request: web.Request) -> bool:
-    """Whether the user follows a link: the page is shown to them, and not to the site that has the link."""
+    """True if the user follows a link: the page is shown to them, and not to the site that has the link."""
     headers = request.headers
     page = headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
     return page and request.method == "GET"

@@ -34,7 +34,7 @@ CLOSE_S = 2.0  # answers may take this long to leave once the listener closes
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether this process works now, and details for people."""
+    """What /health reports: if this process works now, and details for people."""
 
     ready: bool
     detail: dict[str, object]

@@ -112,7 +112,7 @@ class LogRateLimit(logging.Filter):
         self._kinds: dict[tuple[str, int, str], _Kind] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be logged."""
+        """True if the record is to be logged."""
         if HELD_BACK in fields_of(record):
             return True
         now, name = time.monotonic(), (record.name, record.levelno, str(record.msg))

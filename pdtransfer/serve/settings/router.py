@@ -116,12 +116,12 @@ class RouterConfig(NodeConfig):
 
     @property
     def relays(self) -> bool:
-        """Whether the workers are HTTP servers, to which requests are passed on."""
+        """True if the workers are HTTP servers, to which requests are passed on."""
         return self.engine in HTTP_ENGINES
 
     @property
     def finds_workers(self) -> bool:
-        """Whether workers may come that no flag names."""
+        """True if workers may come that no flag names."""
         return self.workers_file is not None or bool(self.admin or self.prefill_dns or self.decode_dns)
 
     def check_worker(self, name: str, value: str) -> None:

@@ -134,12 +134,12 @@ class WorkerConfig(NodeConfig):
 
     @property
     def grouped(self) -> bool:
-        """Whether the worker has several processes."""
+        """True if the worker has several processes."""
         return self.ranks.tp_size * self.ranks.pp_size > 1
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the leader, to which routers connect."""
+        """True if this process is the leader, to which routers connect."""
         return self.ranks.tp_rank == self.ranks.pp_rank == 0
 
     @property

@@ -70,7 +70,7 @@ class _Track:
     closed_s: float = 0.0
 
     def takes(self, span: TimedSpan) -> bool:
-        """Whether the span overlaps no open span of this track, unless it lies within it."""
+        """True if the span overlaps no open span of this track, unless it lies within it."""
         while self.open and self.open[-1][1] <= span.begin_s:
             self.closed_s = max(self.closed_s, self.open.pop()[1])
         within = not self.open or (self.open[-1][0] <= span.begin_s and span.end_s <= self.open[-1][1])

@@ -69,7 +69,7 @@ class CellBatcher:
         return ripe
 
     def _full(self, cell: Computed) -> bool:
-        """Whether the cell is large enough, or as large as what its chunk has left."""
+        """True if the cell is large enough, or as large as what its chunk has left."""
         return is_full(self._layouts[cell.component], cell.layers, cell.rows[1] - cell.rows[0])
 
 

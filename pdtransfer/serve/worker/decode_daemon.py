@@ -72,7 +72,7 @@ class DecodeDaemon:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs and nothing waits for an acknowledgement."""
+        """True if nothing runs and nothing waits for an acknowledgement."""
         return self.rank.idle and self.desk.idle
 
     def load(self) -> Load:
@@ -188,7 +188,7 @@ class DecodeDaemon:
     # Requests of routers
 
     def _receive(self, peer: str, message: Message) -> bool:
-        """Whether the message came from a peer that dialled this node, which only routers do."""
+        """True if the message came from a peer that dialled this node, which only routers do."""
         router = peer not in self.node.core.prefill_peers.peers
         if router:
             self.desk.receive(peer, message)

@@ -133,7 +133,7 @@ class DecodeRank:
 
     @property
     def idle(self) -> bool:
-        """Whether no peer waits for a message of this rank. A lease without proof of a quiet writer holds up nobody."""
+        """True if no peer waits for a message of this rank. A lease without proof of a quiet writer holds up nobody."""
         return not self.node.core.rooms
 
     def start(self, begin: Begin, request: Request) -> None:

@@ -68,7 +68,7 @@ class PrefillDaemon:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs and nothing waits for an acknowledgement of a live peer."""
+        """True if nothing runs and nothing waits for an acknowledgement of a live peer."""
         return self.rank.idle and self.desk.idle and not self.rank.rooms
 
     def load(self) -> Load:
@@ -134,7 +134,7 @@ class PrefillDaemon:
     # Requests of routers
 
     def _receive(self, peer: str, message: Message) -> bool:
-        """Whether the message is a router's; its Hello decides."""
+        """True if the message is a router's; its Hello decides."""
         router = message.identity.role == "router" if isinstance(message, Hello) else self.desk.service.knows(peer)
         if router:
             self.desk.receive(peer, message)

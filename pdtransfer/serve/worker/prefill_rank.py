@@ -125,7 +125,7 @@ class PrefillRank:
 
     @property
     def idle(self) -> bool:
-        """Whether no peer waits for a message of this rank."""
+        """True if no peer waits for a message of this rank."""
         return self.node.idle
 
     def start(self, begin: Begin, request: Request) -> PrefillRankRoom:

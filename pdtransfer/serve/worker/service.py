@@ -90,7 +90,7 @@ class Service:
         self._routers = self._peers.by_name
 
     def knows(self, peer: str) -> bool:
-        """Whether this peer sent Hello as a router."""
+        """True if this peer sent Hello as a router."""
         return peer in self._routers
 
     @property
@@ -99,7 +99,7 @@ class Service:
         return len(self._rooms)
 
     def idle(self, now: float) -> bool:
-        """Whether nothing runs, and no live router has an End to acknowledge."""
+        """True if nothing runs, and no live router has an End to acknowledge."""
         return all(room.end is not None and room.router.liveness.silent(now) for room in self._rooms.values())
 
     def next_tick(self) -> float | None:

@@ -114,7 +114,7 @@ class EngineArena:
             offered.process.kill()
 
     def quiet(self, session: int) -> bool:
-        """Whether the session's process is dead, by the kernel."""
+        """True if the session's process is dead, by the kernel."""
         offered = self._sessions.get(session)
         return offered is None or offered.process.dead
 

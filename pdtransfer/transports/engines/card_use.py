@@ -47,7 +47,7 @@ class CardMemory:
 
 
 class CardUse:
-    """Whether engines are given a GPU's memory: it is tried out once, from now on, off the loop. Make it on the loop's
+    """Decides if engines get a GPU's memory: it is tried out once, from now on, off the loop. Make it on the loop's
     thread."""
 
     def __init__(self, library: Library, network: Network, find: Callable[[], Handle | None], *, what: str) -> None:

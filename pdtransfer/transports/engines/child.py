@@ -101,7 +101,7 @@ class Engine(Protocol):
         ...
 
     def landed(self, request: Any) -> bool:
-        """Whether all of a request is in the peer's memory; False while it is under way. A request that has landed is
+        """True if all of a request is in the peer's memory; False while it is under way. A request that has landed is
         over. Raises where it has failed: then any part of it may still be written, until the peer's process is dead."""
         ...
 
@@ -322,7 +322,7 @@ class _EngineLine:
         return self.byte_count >= self._window or self.room <= 0
 
     def submit(self, batch: _SlotBatch, operations: list[tuple[int, int, int]]) -> bool:
-        """Whether the engine has accepted them: source address, target address, bytes."""
+        """True if the engine has accepted them: source address, target address, bytes."""
         try:
             requests = self._engine.submit(operations)
         except Exception:  # noqa: BLE001 (whatever the library raises)

@@ -40,11 +40,11 @@ class Library(Protocol):
 
     @property
     def dials_itself(self) -> bool:
-        """Whether an engine connects to its own ports as it starts to serve: a firewall has to let it."""
+        """True if an engine connects to its own ports as it starts to serve: a firewall has to let it."""
         ...
 
     def reads_pool(self, network: Network) -> bool:
-        """Whether an engine that writes may have the pool mapped, and send from it: no host can read through the
+        """True if an engine that writes may have the pool mapped, and send from it: no host can read through the
         engine's ports what is not registered, and it sends from what is not."""
         ...
 

@@ -135,7 +135,7 @@ class EngineProcess:
 
     @property
     def serves(self) -> bool:
-        """Whether its engines have reported that the memory is theirs."""
+        """True if its engines have reported that the memory is theirs."""
         return self._ready.done() and self._ready.exception() is None
 
     async def _close_ports(self, guard: PortGuard) -> None:

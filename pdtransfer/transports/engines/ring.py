@@ -126,7 +126,7 @@ class Cut:
     _sides: dict[tuple[int, int, int, int], _Sides] = field(default_factory=dict[Any, Any])
 
     def long(self, source_slots: Int64s, target_slots: Int64s) -> bool:
-        """Whether the bytes of these rows lie in runs of STRAIGHT_BYTES_MIN on both sides, on average."""
+        """True if the bytes of these rows lie in runs of STRAIGHT_BYTES_MIN on both sides, on average."""
         pairing, rows = self.pairing, len(source_slots)
         width = pairing.table[:, 6]
         if (pairing.table[:, [2, 5]] != width[:, None]).any():  # a plane's rows do not touch: each run is one row
@@ -161,11 +161,11 @@ class Cut:
         return piece.rows * int(self.pairing.table[piece.low : piece.high, 6].sum())
 
     def whole(self, piece: Piece) -> bool:
-        """Whether it has all planes of its rows."""
+        """True if it has all planes of its rows."""
         return piece.high - piece.low == len(self.pairing.table)
 
     def last(self, piece: Piece, rows: int) -> bool:
-        """Whether it is the last piece of this many rows."""
+        """True if it is the last piece of this many rows."""
         return piece.end == rows and piece.high == len(self.pairing.table)
 
     def _groups(self, rows: int, byte_count: int) -> Iterator[tuple[int, int]]:

@@ -79,12 +79,12 @@ class EngineSession:
 
     @property
     def gone(self) -> bool:
-        """Whether neither its process nor a thread uses its ring any more."""
+        """True if neither its process nor a thread uses its ring any more."""
         return (self.process is None or self.process.dead) and not self.busy
 
     @property
     def known(self) -> bool:
-        """Whether the outcome of each write will be known, or at least the moment when the pool is read no more."""
+        """True if the outcome of each write will be known, or at least the moment when the pool is read no more."""
         return not self.broken or (self.straight and self.process is not None and not self.process.dead)
 
     def cut(self, component: int, layers: tuple[int, int]) -> Cut:
@@ -99,7 +99,7 @@ class EngineSession:
         return self.hbm if self.hbm and self.components[component].memory == "hbm" else self.reach.base
 
     def may_take(self, job: RingJob) -> bool:
-        """Whether the job's grant may hold one more slot."""
+        """True if the job's grant may hold one more slot."""
         held = self.held.get(job.order.grant, 0)
         return not held or held < _SHARE * len(self.ring.free)
 

@@ -89,7 +89,7 @@ class NixlEngine:
         self._agent.makeConnection(target, backends)
 
     def _knows(self, descriptors: list[tuple[int, int, int]]) -> bool:
-        """Whether it has the peer's metadata, and the peer has registered these."""
+        """True if it has the peer's metadata, and the peer has registered these."""
         descriptors_there = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, descriptors)
         return self._agent.checkRemoteMD(self._target, descriptors_there) == self._nixl.NIXL_SUCCESS
 

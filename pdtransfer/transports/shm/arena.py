@@ -31,7 +31,7 @@ def lock(fd: int, byte: int) -> None:
 
 
 def is_locked(fd: int, byte: int) -> bool:
-    """Whether another open file description than that of `fd` has the byte locked."""
+    """True if another open file description than that of `fd` has the byte locked."""
     asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     kind: int = FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, asked))[0]
     return kind != fcntl.F_UNLCK
@@ -90,7 +90,7 @@ class ShmArena:
             hand.token = b""
 
     def quiet(self, session: int) -> bool:
-        """Whether no token is valid and every lock that was handed over is free, by the kernel."""
+        """True if no token is valid and every lock that was handed over is free, by the kernel."""
         if (hand := self._sessions.get(session)) is None:
             return True
         hand.locked = [byte for byte in hand.locked if is_locked(self._arena.fd, byte)]
@@ -107,7 +107,7 @@ class ShmArena:
         self.listener.close()
 
     def _all_quiet(self) -> bool:
-        """Whether no writer can come any more, and no writer's lock is held."""
+        """True if no writer can come any more, and no writer's lock is held."""
         locked = (byte for hand in self._sessions.values() for byte in hand.locked)
         return self._closed and not any(is_locked(self._arena.fd, byte) for byte in locked)
 

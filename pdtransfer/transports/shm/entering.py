@@ -106,7 +106,7 @@ class EnteredArena:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its owner has backed all that is needed."""
+        """True if its owner has backed all that is needed."""
         return self.bytes_ready == self._needed
 
     def enter(self, parts: Int64s, *, urgent: bool = False) -> Int64s:

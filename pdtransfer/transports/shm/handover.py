@@ -150,7 +150,7 @@ class HandoverListener:
             undo.pop_all()
 
     def _answer(self, connection: _Connection) -> bool:
-        """Whether it has the descriptor now."""
+        """True if it has the descriptor now."""
         magic, session, token = REQUEST.unpack(connection.shown)
         if magic != MAGIC:
             return False

@@ -58,7 +58,7 @@ class _WritableArena:
     hbm: Opened | None
 
     def awaits(self, component: int) -> bool:
-        """Whether rows of this component may land in bytes that are not entered yet."""
+        """True if rows of this component may land in bytes that are not entered yet."""
         return not self.entered.whole and (self.hbm is None or self.components[component].memory != "hbm")
 
     def close(self) -> None:

@@ -360,7 +360,7 @@ def _row(some: Sequence[Outcome]) -> list[str]:
 
 
 def failed(outcomes: Sequence[Outcome]) -> bool:
-    """Whether an answer was wrong, or none came."""
+    """True if an answer was wrong, or none came."""
     return any(outcome.answers["wrong"] or outcome.answers["hung"] for outcome in outcomes)
 
 

@@ -1,4 +1,4 @@
-"""Whether requests are served while strangers and hostile peers flood the listeners: goodput over goodput in quiet."""
+"""Requests while strangers and hostile peers flood the listeners: goodput over goodput in quiet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether others are served while a peer attacks: healthy hand-offs beside each attack, p99 over p99."""
+"""Service to others while a peer attacks: healthy hand-offs beside each attack, p99 over p99."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class Storm:
 
 
 def judged(expected: Known, status: int, answer: dict[str, Any]) -> tuple[str, str]:
-    """Whether an answer is right, a clear error, or wrong; and why."""
+    """How an answer counts: right, a clear error, or wrong; and why."""
     if status == 200:
         digests = {name: answer["pdtransfer"][name] for name in DIGESTS}
         if digests == expected.digests and answer["usage"]["completion_tokens"] == expected.tokens:
@@ -327,7 +327,7 @@ def _row(name: str, storm_outcomes: Sequence[StormOutcome]) -> list[str]:
 
 
 def failed(outcomes: Sequence[StormOutcome]) -> bool:
-    """Whether an answer was wrong, or none came."""
+    """True if an answer was wrong, or none came."""
     return any(outcome.answers["wrong"] or outcome.answers["hung"] for outcome in outcomes)
 
 

@@ -146,12 +146,12 @@ class DecodeShell(Generic[State]):
 
     @property
     def idle(self) -> bool:
-        """Whether step() would do nothing."""
+        """True if step() would do nothing."""
         return not self._answers and not self._rests and (self.model.hot is None or self.model.hot.idle)
 
     @property
     def computes_rests(self) -> bool:
-        """Whether the model can compute the rest of a prompt."""
+        """True if the model can compute the rest of a prompt."""
         return self._rest_model is not None
 
     @property
@@ -311,7 +311,7 @@ class DecodeShell(Generic[State]):
         return True
 
     def _placed(self, answer: Generating[State]) -> bool:
-        """Whether a step may run the room."""
+        """True if a step may run the room."""
         return not answer.hot or (self.model.hot is not None and self.model.hot.placed(answer.request.room))
 
     def _release(self, room: int, *, drop: bool) -> None:

@@ -126,7 +126,7 @@ class PrefillShell(Generic[State]):
 
     @property
     def idle(self) -> bool:
-        """Whether step() would do nothing."""
+        """True if step() would do nothing."""
         return not self._prompts and not self._picking and (bool(self._held) or not self.model.spans.pending)
 
     def warm_up(self) -> None:

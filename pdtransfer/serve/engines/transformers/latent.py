@@ -33,7 +33,7 @@ class PickReader(Protocol):
 
 
 def has_latents(model: Any) -> bool:
-    """Whether the model caches latents, which its attention expands by `expand_kv`."""
+    """True if the model caches latents, which its attention expands by `expand_kv`."""
     return any(hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj") for module in model.modules())
 
 

@@ -150,7 +150,7 @@ def _parts(shape: LayerShape) -> list[tuple[str, range, int]]:
 
 
 def _shared(shapes: Sequence[LayerShape], component: str) -> bool:
-    """Whether all tensor-parallel ranks keep the same rows of a component."""
+    """True if all tensor-parallel ranks keep the same rows of a component."""
     return component == INDEX or all(shape.shared for shape in shapes if shape.component == component)
 
 

@@ -1,4 +1,4 @@
-"""Checks of settings, and of what an engine passes to a call: a wrong value is a ConfigError of one line that names the
+"""Checks of settings, and of what an engine passes to a call. A wrong value is a ConfigError of one line that names the
 setting, or a LocalProtocolError that names the argument."""
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class SessionLine:
 
     def send(self, frame: bytes) -> bool:
         """True if the kernel has the frame, or its beginning; False where it is full, the frame too long, the peer has
-        not opened its direction, or reads nothing: a forked child may hold a line open that nobody reads."""
+        not opened its direction, or reads nothing. A forked child may hold a line open that nobody reads."""
         if not self._open or self._unsent or self._closed or len(frame) > self._limits.line_bytes_max:
             return False
         if not self._is_read() or not self._push(_LENGTH.pack(len(frame)) + frame):

@@ -101,7 +101,7 @@ class SessionLines:
         return False
 
     def read(self, process: Process | None = None) -> None:
-        """Receives what this process, or every one, has sent by lines until now: it counts before what comes by ZMQ,
+        """Receives what this process, or every one, has sent by lines until now. It counts before what comes by ZMQ,
         and before the time since the peer was last seen."""
         for line in self.of(process):
             line.read_now()

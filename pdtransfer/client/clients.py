@@ -387,10 +387,10 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
 
     With `engine_slots` the engine's own allocator owns the arena: `expect` takes the slots that it chose for a room,
     and there is nothing to release. The engine must not give these slots to another request before `poll` has returned
-    RoomDrained for the room: it follows RoomReady and RoomFailed once nobody can write them any more. After RoomReady
+    RoomDrained for the room. It follows RoomReady and RoomFailed once nobody can write them any more. After RoomReady
     that is at once. After an abort, a deadline or the death of a peer it takes until there is a proof. Components may
     then lie in the same memory, as the groups of a hybrid model do, each with its own layers, if they number their
-    slots alike; a slot belongs to one room and one component at a time. `stand_ins` names those components that
+    slots alike. A slot belongs to one room and one component at a time. `stand_ins` names those components that
     describe the bytes of another one by other rows: by the name of each that of the other. A room brings the slots of
     both. A prefill rank that has the other one writes that, one that has only the stand-in writes the stand-in.
     `open_ended` names those components of which another rank may have the end of a prompt.

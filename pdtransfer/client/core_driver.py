@@ -14,7 +14,7 @@ class LoopClock:
     """A core's time: the loop's time without the time in which this process did not run.
 
     A process that was stopped, or whose host was suspended, reads the messages of that time only after its timers have
-    fired: by the loop's time all peers would have been silent. By this clock no tick is later than `slack_s`.
+    fired. By the loop's time all peers would have been silent. By this clock no tick is later than `slack_s`.
     """
 
     def __init__(self, slack_s: float) -> None:
@@ -43,7 +43,7 @@ class LoopClock:
 
 class Ticker:
     """Calls `tick` when the core's next time has come by `clock`, which no other core uses; before that `receive`,
-    which passes on what has arrived: a message that is there counts before the lack of it."""
+    which passes on what has arrived. A message that is there counts before the lack of it."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ more.
     SessionLost, PeerRefused    for people
 
 A room waits for the names of its sources (where it named leaders only), then for a window slot at each of them, then in
-one queue for slots of the arena; a room that waits for a peer is in no other room's way. Admission leases all
+one queue for slots of the arena. A room that waits for a peer is in no other room's way. Admission leases all
 components or none, growth included. A grant goes to each source, Landed comes from each. After the last one, and after
 Settle where that is due, the room is READY. `ready(bytes)` reports how much of the arena is backed: slots are leased
 only below that.
@@ -99,7 +99,7 @@ at once; its leases end later, each by itself:
 
 Until then an aborted lease of a lost, condemned or unresponsive peer is in quarantine: counted, bounded, not granted.
 So an Offer must be a hand-over that can be fenced by itself, and `fenced` must not be called because a process has
-died: a child of it may hold the mapping. On the prefill side RoomDrained is the only permission. An UNKNOWN write stays
+died. A child of it may hold the mapping. On the prefill side RoomDrained is the only permission. An UNKNOWN write stays
 in flight until FenceWriter is answered.
 
 Peers

@@ -30,8 +30,8 @@ def used_with(components: Sequence[Component], names: Collection[str], stand_ins
 
 
 def sent_by_both(shares: Mapping[str, Sequence[Component]], stand_ins: StandIns) -> str:
-    """Empty if the shares, by source, have one of each pair at most; else a line that names both and their sources:
-    these send the same rows, and no count of planes shows whether they send each once."""
+    """Empty if the shares, by source, have one of each pair at most; else a line that names both and their sources.
+    These send the same rows, and no count of planes shows whether they send each once."""
     senders: dict[str, list[str]] = {}
     for source, share in shares.items():
         for component in share:

@@ -98,7 +98,7 @@ class PrefixCache:
 
     def cached_tokens(self, keys: Sequence[bytes]) -> int:
         """The tokens of the blocks that `longest` would return, in as many look-ups as the number of keys has binary
-        digits: no block is given up before those behind it."""
+        digits. No block is given up before those behind it."""
         first_missing = bisect_left(keys, True, key=lambda key: key not in self._blocks)
         return first_missing * self.block_tokens
 

@@ -90,7 +90,7 @@ def first_overlap(starts: Int64s, nest: Sequence[tuple[Int64s, Int64s]]) -> tupl
     """Two of n nested progressions of bytes that may overlap, or None: proof that no two do.
 
     `starts` is int64 (n,). `nest` goes from outside in: at each level the (stride, extent) of every progression,
-    int64 (n,) each, an extent within its stride; what repeats at one level fills the extent of the level above, and
+    int64 (n,) each, an extent within its stride. What repeats at one level fills the extent of the level above, and
     the innermost extent is one row's bytes. Sound, not complete: progressions that cross at one level must share the
     stride of the next, as all do in the field. O(levels * n log n); no value beyond the largest of starts + extents.
     """

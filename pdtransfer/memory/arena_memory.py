@@ -50,7 +50,7 @@ class ArenaMemory:
         GPU. It is backed after `need_all`.
 
         `auto` takes huge pages if enough are free and there is no buffer. Raises WorldError, with both numbers, if the
-        host or a cgroup cannot back what is needed; without that check a later access would raise SIGBUS, or have some
+        host or a cgroup cannot back what is needed. Without that check a later access would raise SIGBUS, or have some
         process killed.
         """
         assert byte_count + staging_bytes > 0

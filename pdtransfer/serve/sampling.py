@@ -1,9 +1,9 @@
 """Checks requests, picks tokens reproducibly from logits and digests both: the same for every engine, without torch.
 
-Logits are float32 (vocabulary,). Nothing is kept between two tokens: a pick depends on the logits, the request, the ids
+Logits are float32 (vocabulary,). Nothing is kept between two tokens. A pick depends on the logits, the request, the ids
 generated so far, and on a hash of the seed and the index. So no state goes from prefill to decode, and every rank of a
 worker picks the same. A request that goes on in another room has its earlier ids at the end of that room's prompt, and
-`Sampling.generated` counts them: each pick is the one that the first room would have made.
+`Sampling.generated` counts them. Each pick is the one that the first room would have made.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Transport(Protocol):
     @property
     def by_name_alone(self) -> bool:
         """True if a node takes it only where its name is set, since a host that reaches its ports can do more than to
-        read and write arenas: auto leaves it out."""
+        read and write arenas. Auto leaves it out."""
         ...
 
     def why_not(self) -> str:

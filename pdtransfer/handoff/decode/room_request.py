@@ -23,11 +23,11 @@ from .records import RoomRecord
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomRequest:
     """Slots for `tokens` + `growth` tokens, which the prefill ranks `sources` write. Without any the engine computes
-    what is not cached, `rest_max` tokens of the prompt at most: the room is READY with its slots, and the blocks that
+    what is not cached, `rest_max` tokens of the prompt at most. The room is READY with its slots, and the blocks that
     it fills are shared from its release on.
 
     `room` is the label under which those ranks open it. The engine has the first `prefix` tokens elsewhere. Or `keys`,
-    as `PrefixCache.keys` makes them, name the prompt's blocks: those in the arena when the room is admitted are not
+    as `PrefixCache.keys` makes them, name the prompt's blocks. Those in the arena when the room is admitted are not
     sent, and the others are shared from READY on. Or `chosen`, one a component, are rows in slots that the engine
     chose. With `whole_group` the sources are leaders, and the room is written by all ranks of the groups that they
     name.

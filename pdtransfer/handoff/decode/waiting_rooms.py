@@ -2,7 +2,7 @@
 each of their sources, and rooms that were given up, which their sources have to learn.
 
 A room is in one line of each peer that it waits for. It enters the lines of all its sources at once, when it knows
-them: so every rank serves the oldest room first, and no two rooms wait for each other's window slots.
+them. So every rank serves the oldest room first, and no two rooms wait for each other's window slots.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class WindowSlots:
     def rename(self, source: str, into: str) -> None:
         """The rooms of one source wait in the line of another name of it, each in its turn.
 
-        Slots there that went to rooms which still wait elsewhere are given back: an older room may have been in the
+        Slots there that went to rooms which still wait elsewhere are given back. An older room may have been in the
         other line, and hold what these wait for.
         """
         waiting = self.rooms.pop_line(source)
@@ -174,7 +174,7 @@ class Withdrawals:
     """Rooms that were given up before their Grant, oldest first, until each source that may have them open has learned
     it.
 
-    At most `kept_max` are kept, and each for `kept_s` at least: a source has a deadline of its own, which may be later
+    At most `kept_max` are kept, and each for `kept_s` at least. A source has a deadline of its own, which may be later
     than that of the room here.
     """
 

@@ -47,8 +47,8 @@ def application(
     body_bytes_max: int = 1 << 16,
     trusts: Callable[[web.Request], bool] = lambda _: True,
 ) -> web.Application:
-    """/health returns 503 until ready, with the details for a client that `trusts` accepts; /live returns 200
-    while the loop runs; /metrics returns the registry as text, which counts all answers."""
+    """/health returns 503 until ready, with the details for a client that `trusts` accepts. /live returns 200
+    while the loop runs. /metrics returns the registry as text, which counts all answers."""
 
     async def on_health(request: web.Request) -> web.Response:
         now = health()

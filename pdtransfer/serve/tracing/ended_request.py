@@ -2,7 +2,7 @@
 
 The router makes one for each HTTP request and one for each room, a worker one for each room. The log line, metrics, the
 list of failures and exported spans are all made of these records. A time is the difference of two readings of this
-process's clock, or was measured so by a worker and reported in its End; a difference of two processes' clocks is in
+process's clock, or was measured so by a worker and reported in its End. A difference of two processes' clocks is in
 none.
 """
 

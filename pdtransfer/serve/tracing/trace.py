@@ -158,7 +158,7 @@ class Traced:
 def read(path: Path) -> Traced:
     """Reads a file written by `write` or a Recorder, which may go on writing. Raises ConfigError with the line number
     for an invalid event. An incomplete last line is ignored, since its process may have died in the middle, and so is
-    what follows the array's end: it was written over that end between two reads, and begins in the middle of a line."""
+    what follows the array's end. It was written over that end between two reads, and begins in the middle of a line."""
     clock: TraceClock | None = None
     processes: dict[int, str] = {}
     spans: list[TimedSpan] = []

@@ -1,6 +1,6 @@
 """A decode daemon: KV in, tokens out. The node lands rooms in the arena, and the engine generates from them in place.
 
-The leader of several ranks waits for every rank's arena: a room is admitted once it is READY on all ranks, and fails on
+The leader of several ranks waits for every rank's arena. A room is admitted once it is READY on all ranks, and fails on
 all ranks once it fails on one.
 """
 
@@ -233,7 +233,7 @@ class DecodeDaemon:
     def _leased(self, room_id: int) -> None:
         """Starts the room on the other ranks. They lease in the leader's order: two rooms with some slots each would
         wait for each other. Of a room without prefill each has to have cached what this one has, which it may have
-        given up: such a rank refuses the room, and the router hands it over."""
+        given up. Such a rank refuses the room, and the router hands it over."""
         if (journey := self._journeys.of(room_id)) is not None:
             journey.peer, journey.transport = self.node.way_of(room_id)
         self._journeys.reached(room_id, *SLOTS)

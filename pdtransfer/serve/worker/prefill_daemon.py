@@ -1,7 +1,7 @@
 """A prefill daemon: prompts in, KV out. The engine computes, the node writes, and the router gets the result.
 
 Three parties never wait for each other: the router's Service, the node, and the engine's thread. Every room that a
-router began ends with one End, whichever party ends it. The leader of several ranks waits for all of them: a room has
+router began ends with one End, whichever party ends it. The leader of several ranks waits for all of them. A room has
 landed once it has landed on every rank, fails on all once it fails on one, and its pages are free once every rank has
 drained.
 """

@@ -352,7 +352,7 @@ class Service:
                 self._peers.remove(router)
 
     def _stream(self, room: ServedRoom) -> None:
-        """Sends what was not sent yet, once all that was is acknowledged: a router that is behind has one message of
+        """Sends what was not sent yet, once all that was is acknowledged. A router that is behind has one message of
         each room to read, however many tokens are generated meanwhile."""
         if room.sent == room.acked < room.generated:
             room.sent = min(room.generated, room.acked + TOKENS_BURST_MAX)

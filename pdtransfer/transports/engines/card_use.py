@@ -51,7 +51,7 @@ class CardUse:
     thread."""
 
     def __init__(self, library: Library, network: Network, find: Callable[[], Handle | None], *, what: str) -> None:
-        """`find` is called in a worker thread, and returns None for no such memory; `what` is said of the memory where
+        """`find` is called in a worker thread, and returns None for no such memory. `what` is said of the memory where
         it is not reached, and how its rows go then."""
         self._library, self._network, self._find, self._what = library, network, find, what
         self._found = asyncio.get_running_loop().run_in_executor(None, self._tried) if library.card else None
@@ -87,7 +87,7 @@ class CardUse:
 
 def why_no_card(library: Library, network: Network, handle: Handle) -> str:
     """Why engines of this library cannot read and write the memory of that GPU, as two of them show by some bytes of
-    it, in a process of their own: a build without CUDA may crash. Empty where they can."""
+    it, in a process of their own. A build without CUDA may crash. Empty where they can."""
     command = [sys.executable, "-P", card_probe.__file__, library.driver, library.card, handle.gpu.hex()]
     environment = library.environment(network, engines=1, host="127.0.0.1")
     try:

@@ -1,7 +1,7 @@
 """The program of an engine's own process: the engines of one library over one piece of shared memory, and nothing else.
 
 It is started by its path and imports nothing of the package but `turns` and the library's driver, by their paths as
-well: a start costs an interpreter and the engine. It ends with its parent, whatever ended that. `process` is the
+well. A start costs an interpreter and the engine. It ends with its parent, whatever ended that. `process` is the
 parent's half.
 """
 

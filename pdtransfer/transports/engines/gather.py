@@ -86,7 +86,7 @@ class RingJob(Work):
             work.stop()
 
     def over(self, *, known: bool) -> bool:
-        """True if the pool is not read for it any more, and nothing of it is under way; without `known` slots that were
+        """True if the pool is not read for it any more, and nothing of it is under way. Without `known` slots that were
         sent do not count, since their end will never be reported."""
         return self.exhausted and not self.gathering and (not self.sent or not known)
 

@@ -44,7 +44,7 @@ class Library(Protocol):
         ...
 
     def reads_pool(self, network: Network) -> bool:
-        """True if an engine that writes may have the pool mapped, and send from it: no host can read through the
+        """True if an engine that writes may have the pool mapped, and send from it. No host can read through the
         engine's ports what is not registered, and it sends from what is not."""
         ...
 

@@ -26,7 +26,7 @@ _LOOK_S = 0.002
 class NixlEngine:
     """An Engine of `engines.child`.
 
-    It holds its two ports from the beginning, and nothing of NIXL runs before `serve` or `meet`: a stranger who reaches
+    It holds its two ports from the beginning, and nothing of NIXL runs before `serve` or `meet`. A stranger who reaches
     UCX needs no registered memory to write this process.
     """
 

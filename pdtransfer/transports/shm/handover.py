@@ -1,7 +1,7 @@
 """Both ends of the Unix socket over which an arena's descriptor goes to a peer that sends the session's token.
 
 The listener runs on the loop and never blocks it. A connection sends one short request within a short time, and behind
-the reply perhaps the opening of a line: then it is the session's line from there on. Where there are too many
+the reply perhaps the opening of a line. Then it is the session's line from there on. Where there are too many
 connections, the oldest is closed.
 """
 

@@ -313,7 +313,7 @@ class ShmWriter:
         parts: Callable[[], Int64s],
         wanted: Callable[[], bool],
     ) -> None:
-        """Enters these parts while they are `wanted`, step by step, each behind those of others: a small room does not
+        """Enters these parts while they are `wanted`, step by step, each behind those of others. A small room does not
         wait for all of a long prompt, of whatever session."""
         if not wanted():
             return

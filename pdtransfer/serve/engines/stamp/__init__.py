@@ -21,6 +21,6 @@ What is read when:
 With the option `top_k`, a step also picks positions of the request by its digest, and its tokens depend on the bytes of
 these rows where a step reads them: in the hot pool, for a HiSparse request.
 
-All arithmetic is on integers modulo 2**64, so tokens are the same on every host, for every chunk, batch, page size and
+All arithmetic is on integers modulo 2**64. So tokens are the same on every host, for every chunk, batch, page size and
 layout, and for every division of the heads among ranks.
 """

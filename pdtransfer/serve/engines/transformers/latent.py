@@ -53,7 +53,7 @@ def latent_attention(
     indices: Tensor | None = None, picked: PickReader | None = None, **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attends from queries (B, H, Q, nope + rope) to the latents `key` (B, 1, T, rank) and the turned parts `value`
-    (B, 1, T, rope) that all heads share. `indices` (B, Q, k) are the keys that a sparse index has picked; with
+    (B, 1, T, rope) that all heads share. `indices` (B, Q, k) are the keys that a sparse index has picked. With
     `picked`, `key` and `value` are those of the new token alone, and the picks are read there. Returns (B, Q, H, v).
     Raises ValueError for what attention over latents has not."""
     if strange := [name for name in _UNSUPPORTED if given.get(name) is not None]:

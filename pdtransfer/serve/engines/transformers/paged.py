@@ -264,7 +264,7 @@ class PagedModel:
         places: Places | None = None,
     ) -> Tensor:  # fmt: skip
         """Computes one token of each request, `ids` (B,) at `positions` (B,), all below `last`. `slots` has each one's,
-        (B, n), by component; those of a window are a ring of `ring` (B,) slots, in which the token at `begins` (B,) is
+        (B, n), by component. Those of a window are a ring of `ring` (B,) slots, in which the token at `begins` (B,) is
         the first. With `places`, the slots of `kv` are found there. Returns logits (B, vocabulary) in float32."""
         columns = positions[:, None]
         writes: dict[str, Tensor] = {} if places is None else {KV: places.newest.to(torch.int64)}

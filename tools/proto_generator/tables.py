@@ -10,7 +10,6 @@ from typing import Any
 from pdtransfer.bus.limits import BusLimits
 from pdtransfer.errors import Cause
 from pdtransfer.handoff import states
-from pdtransfer.handoff.tables import diagram
 from pdtransfer.layout.layout import DTYPE_BYTES
 from pdtransfer.limits import LOAD_MS, ROUTERS_MAX, Limits
 from pdtransfer.memory.mapping import UNBACKED_BYTES_MAX
@@ -22,6 +21,7 @@ from pdtransfer.serve.worker import service_rooms as served
 from pdtransfer.transports.engines.child import CHUNK_BYTES
 from pdtransfer.transports.shm.handover import PATH_BYTES_MAX
 
+from .diagrams import diagram
 from .schema import Json, choices, constants, table_of
 
 _STATES = {

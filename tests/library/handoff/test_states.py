@@ -22,9 +22,10 @@ from pdtransfer.handoff.states import (
     WriterGrantState,
     WriterState,
 )
-from pdtransfer.handoff.tables import diagram, step
+from pdtransfer.handoff.tables import step
 from pdtransfer.hisparse.states import SPARSE_REQUEST, SPARSE_REQUEST_ENDS, SparseRequest
 from tests.support.paths import REPO
+from tools.proto_generator.diagrams import diagram
 
 TABLES: dict[str, tuple[dict, Enum, set[Enum]]] = {
     "decode's room": (DECODE_ROOM, DecodeRoom.CONNECTING, {DecodeRoom.RELEASED, DecodeRoom.FAILED}),

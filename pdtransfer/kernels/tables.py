@@ -5,28 +5,17 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WorldError
 
+if TYPE_CHECKING:
+    from .gpu import Gpu
+
 TABLES_MAX = 1_024  # unused tables that stay: a request that loads layer by layer has one for each layer
-
-
-class Memory(Protocol):
-    """What tables need of a Gpu."""
-
-    @property
-    def side_stream(self) -> int: ...
-    def allocate(self, byte_count: int, stream: int | None = None) -> int: ...
-    def free(self, address: int, stream: int | None = None) -> None: ...
-    def upload(self, address: int, content: NDArray[Any], stream: int) -> None: ...
-    def synchronise(self, stream: int) -> None: ...
-    def event(self) -> Any: ...
-    def record(self, event: Any, stream: int) -> None: ...
-    def passed(self, event: Any) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -39,7 +28,7 @@ class _Table:
 class DeviceTables:
     """Uploaded tables by key. Any thread may call it; it does not wait for other work on the GPU."""
 
-    def __init__(self, gpu: Memory, *, most: int = TABLES_MAX) -> None:
+    def __init__(self, gpu: Gpu, *, most: int = TABLES_MAX) -> None:
         self._gpu, self._most = gpu, most
         self._lock = threading.Lock()
         self._tables: dict[object, _Table] = {}  # the most recently used table is last

@@ -24,7 +24,7 @@ from ...memory import cuda_ipc
 from ...memory.arena_memory import ArenaMemory
 from ...memory.hbm import Hbm, staging_bytes
 from .kinds import Memory
-from .torch_memory import MeasuredTensors, PooledTensors, arena_tensor, pooled_bytes
+from .torch_memory import PooledTensors, arena_tensor, pooled_bytes
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def made_in_one_piece(
     CPU they are in the arena, unless host memory will be set `beside` them. `make_later` makes, of the same, what the
     engine allocates afterwards: it is measured as well, for `pooled_later`.
     """
-    with MeasuredTensors(device) as measured:
+    with PooledTensors(torch.empty(0, dtype=torch.uint8, device=device), lambda _: True) as measured:
         make_later(make())
     memory = CacheMemory(measured.sizes)
     if device.type == "cpu" and not has_beside:

@@ -24,7 +24,7 @@ class PooledTensors(TorchFunctionMode):
 
     `backing` is uint8 (byte_count,), all zero. `wanted` is asked with the size of each tensor in bytes; a tensor that
     it does not want, or that does not fit any more, is allocated as without the mode. `backing` must live as long as
-    the tensors do. Nothing of it is used twice.
+    the tensors do. Nothing of it is used twice. An empty one measures: `sizes` are those that were asked for.
     """
 
     def __init__(self, backing: torch.Tensor, wanted: Callable[[int], bool]) -> None:
@@ -32,6 +32,7 @@ class PooledTensors(TorchFunctionMode):
         assert backing.dtype is torch.uint8
         assert backing.ndim == 1
         self.backing, self._wanted, self._used = backing, wanted, 0
+        self.sizes: list[int] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,31 +43,14 @@ class PooledTensors(TorchFunctionMode):
             return func(*args, **options)
         like: torch.Tensor = func(*args, **{**options, "device": "meta", "pin_memory": False})
         byte_count = like.numel() * like.element_size()
+        if like.dtype in _TABLES or not self._wanted(byte_count):
+            return func(*args, **options)
+        self.sizes.append(byte_count)
         first = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        fits = 0 < byte_count <= len(self.backing) - first
-        if not fits or like.dtype in _TABLES or not self._wanted(byte_count):
+        if not 0 < byte_count <= len(self.backing) - first:
             return func(*args, **options)
         self._used = first + byte_count
         return self.backing[first : self._used].view(like.dtype).view(like.shape)
-
-
-class MeasuredTensors(TorchFunctionMode):
-    """While entered, notes the `sizes` in bytes of what torch.zeros and torch.empty make on a device, but for tables of
-    integers."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self.sizes: list[int] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Called by torch for each of its functions."""
-        result = func(*args, **(kwargs or {}))
-        if func in (torch.zeros, torch.empty) and _is_on(result.device, self._device) and result.dtype not in _TABLES:
-            self.sizes.append(result.numel() * result.element_size())
-        return result
 
 
 def _is_on(device: torch.device, named: Any) -> bool:

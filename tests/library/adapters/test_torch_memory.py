@@ -8,7 +8,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 import torch
 
-from pdtransfer.adapters.kit.torch_memory import MeasuredTensors, PooledTensors, arena_tensor, pooled_bytes
+from pdtransfer.adapters.kit.torch_memory import PooledTensors, arena_tensor, pooled_bytes
 from pdtransfer.memory.arena_memory import ArenaMemory
 
 SIZES = [1000, 8192, 1000]
@@ -54,7 +54,7 @@ def test_a_tensor_keeps_its_arena_mapped() -> None:
 
 
 def test_what_an_engine_allocates_is_measured() -> None:
-    with MeasuredTensors(torch.device("cpu")) as measured:
+    with PooledTensors(torch.empty(0, dtype=torch.uint8), lambda _: True) as measured:
         torch.zeros((2, 500), dtype=torch.bfloat16)
         torch.empty(1000, dtype=torch.uint8, device="cpu")
         torch.zeros(64, dtype=torch.int32)  # a table

@@ -25,7 +25,6 @@ Indices = NDArray[np.integer]
 class _Received:
     bootstrap_room: int
     aux_index: int
-    ready: bool = False
 
 
 class ReceivingSide:
@@ -108,7 +107,6 @@ class ReceivingSide:
                 case RoomReady(room) if (received := self._rooms.get(room)) is not None:
                     if len(event.aux) == self._aux_bytes:
                         self._put_aux(received.aux_index, event.aux)
-                        received.ready = True
                         self.failures.landed()
                     else:
                         text = f"{len(event.aux)} bytes were sent, this engine takes {self._aux_bytes}"
@@ -120,8 +118,7 @@ class ReceivingSide:
                         self.failures.failed(cause, detail)
                     self._end(changes, room, KVPoll.FAILED, f"{cause.value}: {detail}")
                 case RoomDrained(room):
-                    if self._rooms[room].ready:
-                        self._end(changes, room, KVPoll.SUCCESS)
+                    self._end(changes, room, KVPoll.SUCCESS)  # unless it has failed
                     del self._rooms[room]
                 case _:
                     pass

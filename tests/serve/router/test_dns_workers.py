@@ -12,7 +12,7 @@ import pytest
 from pdtransfer.bus.keys import AllowList, generate
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.serve.router.fleet import dns_workers
-from pdtransfer.serve.router.fleet.dns_workers import Answered, DnsName, DnsResolver, HostPort, dns_server, workers_of
+from pdtransfer.serve.router.fleet.dns_workers import DnsName, DnsResolver, HostPort, dns_server, workers_of
 from pdtransfer.serve.router.fleet.fleet_changes import FleetChanges
 from pdtransfer.serve.router.fleet.membership import Membership
 from pdtransfer.serve.router.fleet.roles import Departure
@@ -58,19 +58,19 @@ def test_what_is_no_resolver_is_refused(text: str) -> None:
 
 
 def test_addresses_and_targets_become_endpoints() -> None:
-    targets = [HostPort("10.0.0.1", 7101), HostPort("fd00::1", 7101), HostPort("a.b", 1)]
+    targets = [("10.0.0.1", 7101), ("fd00::1", 7101), ("a.b", 1)]
     found = workers_of(DnsName("prefill", "x", 7101), targets, allowed=None)
     assert found.workers == dict.fromkeys(["tcp://10.0.0.1:7101", "tcp://[fd00::1]:7101", "tcp://a.b:1"], "prefill")
-    servers = workers_of(DnsName("decode", "x"), [HostPort("a.b", 1)], allowed=None, scheme="http")
+    servers = workers_of(DnsName("decode", "x"), [("a.b", 1)], allowed=None, scheme="http")
     assert servers.workers == {"http://a.b:1": "decode"}
 
 
 def test_with_keys_a_target_is_joined_with_the_key_of_its_first_label_and_its_role() -> None:
     allowed = AllowList({key: name for name, key in KEYS.items()}, {KEYS["decode-0"]: frozenset({"decode"})})
     targets = [
-        HostPort("prefill-0.prefill.ns", 7101),
-        HostPort("decode-0.prefill.ns", 7101),
-        HostPort("intruder.ns", 7101),
+        ("prefill-0.prefill.ns", 7101),
+        ("decode-0.prefill.ns", 7101),
+        ("intruder.ns", 7101),
     ]
     found = workers_of(DnsName("prefill", "x"), targets, allowed=allowed)
     assert found.workers == {f"{KEYS['prefill-0']}@tcp://prefill-0.prefill.ns:7101": "prefill"}
@@ -82,7 +82,7 @@ def test_with_keys_a_target_is_joined_with_the_key_of_its_first_label_and_its_ro
 
 def test_hostile_records_are_refused_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dns_workers, "WORKERS_MAX", 2)
-    targets = [HostPort("a@tcp://b\n", 1), HostPort("a", 1), HostPort("b", 1)]
+    targets = [("a@tcp://b\n", 1), ("a", 1), ("b", 1)]
     found = workers_of(DnsName("prefill", "x"), targets, allowed=None)
     assert list(found.workers) == ["tcp://a:1"]
     assert found.refused == ["'a@tcp://b\\n' is not a host name", "3 records, at most 2 workers"]
@@ -103,11 +103,11 @@ class Tables:
         self.targets: list[HostPort] | Exception = []
         self.asked = 0
 
-    async def ask(self, name: DnsName) -> Answered:
+    async def ask(self, name: DnsName) -> tuple[tuple[HostPort, ...], float]:
         self.asked += 1
         if isinstance(self.targets, Exception):
             raise self.targets
-        return Answered(tuple(self.targets), 0.01)
+        return tuple(self.targets), 0.01
 
 
 @asynccontextmanager
@@ -128,7 +128,7 @@ async def followed(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
 
 def target_of(endpoint: str) -> HostPort:
     host, _, port = endpoint.removeprefix("tcp://").partition(":")
-    return HostPort(host, int(port))
+    return (host, int(port))
 
 
 async def test_workers_come_and_go_with_their_records_and_stay_while_no_resolver_answers(
@@ -178,7 +178,7 @@ async def test_a_worker_on_another_host_without_a_key_is_refused_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tables = Tables()
-    tables.targets = [HostPort("192.0.2.1", 7201)]
+    tables.targets = [("192.0.2.1", 7201)]
     async with followed(tables, monkeypatch) as it:
         await until(lambda: tables.asked > 4)
         assert len(it.backend.roles()) == 2
@@ -194,7 +194,7 @@ def test_a_worker_that_has_been_taken_in_is_not_checked_again(monkeypatch: pytes
             pass
 
     membership = Membership(RouterConfig(), Here())  # type: ignore[arg-type]
-    found = workers_of(DnsName("prefill", "x"), [HostPort("127.0.0.1", 1)], allowed=None)
+    found = workers_of(DnsName("prefill", "x"), [("127.0.0.1", 1)], allowed=None)
     may = membership.checked("prefill srv://x", found)
     membership.listed("prefill srv://x", may.workers)
 
@@ -222,17 +222,17 @@ async def test_a_resolver_asks_again_within_bounds_and_separates_no_answer_from_
             (hosts.name, "AAAA"): ["fd00::1"],
             ("empty.test", "A"): [],
         }
-        answered = await resolver.ask(service)
-        assert set(answered.targets) == {HostPort("decode-0.decode.test", 7201), HostPort("decode-1.decode.test", 7202)}
-        assert answered.ttl_s == dns_workers.TTL_S_MIN, "a TTL of a second is asked for less often"
+        targets, ttl_s = await resolver.ask(service)
+        assert set(targets) == {("decode-0.decode.test", 7201), ("decode-1.decode.test", 7202)}
+        assert ttl_s == dns_workers.TTL_S_MIN, "a TTL of a second is asked for less often"
         server.ttl = 86_400
-        answered = await resolver.ask(hosts)
-        assert set(answered.targets) == {HostPort(host, 7201) for host in ("10.0.0.1", "10.0.0.2", "fd00::1")}
-        assert answered.ttl_s == dns_workers.TTL_S_MAX
+        targets, ttl_s = await resolver.ask(hosts)
+        assert set(targets) == {(host, 7201) for host in ("10.0.0.1", "10.0.0.2", "fd00::1")}
+        assert ttl_s == dns_workers.TTL_S_MAX
         server.ttl = 17
-        assert (await resolver.ask(service)).ttl_s == 17
-        assert (await resolver.ask(DnsName("decode", "none.test"))).targets == ()
-        assert (await resolver.ask(DnsName("decode", "empty.test", 7201))).targets == ()
+        assert (await resolver.ask(service))[1] == 17
+        assert (await resolver.ask(DnsName("decode", "none.test")))[0] == ()
+        assert (await resolver.ask(DnsName("decode", "empty.test", 7201)))[0] == ()
         server.failing = True
         with pytest.raises(WorldError, match=r"SRV of _pd\._tcp\.decode\.test: NoNameservers"):
             await resolver.ask(service)

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ....bus.keys import AllowList, address_of, is_literal
 from ....errors import ConfigError, WorldError, missing_extra
@@ -55,20 +55,8 @@ class DnsName:
         return f"dns://{self.name}:{self.port}" if self.port else f"srv://{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class HostPort:
-    """Where a worker listens, by one record; `host` is an address or an SRV record's target."""
-
-    host: str
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """The records of a name, and how long they are valid."""
-
-    targets: tuple[HostPort, ...]
-    ttl_s: float
+HostPort: TypeAlias = tuple[str, int]
+"""Where a worker listens, by one record: an address or an SRV record's target, and a port."""
 
 
 def workers_of(
@@ -76,13 +64,13 @@ def workers_of(
 ) -> ListedWorkers:
     """The workers with these addresses, as --prefill and --decode name them; with an allow-list each with its key."""
     result, keys = ListedWorkers(), {} if allowed is None else {of: key for key, of in allowed.names.items()}
-    for target in targets[:WORKERS_MAX]:
-        if not _TARGET.fullmatch(target.host) and not is_literal(target.host):
-            result.refused.append(f"{target.host[:64]!r} is not a host name")
+    for host, port in targets[:WORKERS_MAX]:
+        if not _TARGET.fullmatch(host) and not is_literal(host):
+            result.refused.append(f"{host[:64]!r} is not a host name")
             continue
-        address = address_of(target.host, target.port).replace("tcp", scheme, 1)
+        address = address_of(host, port).replace("tcp", scheme, 1)
         if allowed is not None:
-            label = target.host.partition(".")[0]
+            label = host.partition(".")[0]
             if (key := keys.get(label)) is None or allowed.why_not(key, name.role):
                 result.refused.append(f"{address}: the allow-list has no {name.role} named {label!r}")
                 continue
@@ -112,21 +100,22 @@ class DnsResolver:
             self._resolver.nameservers, self._resolver.port = [host], port
         self._resolver.lifetime = ASK_S
 
-    async def ask(self, name: DnsName) -> Answered:
-        """Raises WorldError where no resolver answers. A name that does not exist has no workers."""
+    async def ask(self, name: DnsName) -> tuple[tuple[HostPort, ...], float]:
+        """Returns the records of a name, and for how many seconds they are valid. Raises WorldError where no resolver
+        answers. A name that does not exist has no workers."""
         if not name.port:
             answers = await self._ask(name.name, "SRV")
             targets = [
-                HostPort(record.target.to_text(omit_final_dot=True), record.port)
+                (record.target.to_text(omit_final_dot=True), record.port)
                 for answer in answers
                 for record in answer
                 if record.port and record.target.to_text() != "."  # the service is not to be had there
             ]
         else:
             answers = await self._ask(name.name, "A") + await self._ask(name.name, "AAAA")
-            targets = [HostPort(record.address, name.port) for answer in answers for record in answer]
+            targets = [(record.address, name.port) for answer in answers for record in answer]
         ttl_s = min((answer.rrset.ttl for answer in answers if answer.rrset is not None), default=TTL_S_MIN)
-        return Answered(tuple(dict.fromkeys(targets)), min(max(float(ttl_s), TTL_S_MIN), TTL_S_MAX))
+        return tuple(dict.fromkeys(targets)), min(max(float(ttl_s), TTL_S_MIN), TTL_S_MAX)
 
     async def _ask(self, name: str, kind: str) -> list[Answer]:
         import dns.exception
@@ -176,10 +165,10 @@ class DnsFollower:
         while True:
             wait_s, why = TTL_S_MIN, ""
             try:
-                answered = await self._resolver.ask(name)
-                listed = await asyncio.to_thread(self._listed, name, answered)
+                targets, ttl_s = await self._resolver.ask(name)
+                listed = await asyncio.to_thread(self._listed, name, targets)
                 self._membership.listed(source, listed.workers)
-                wait_s, why = answered.ttl_s, "; ".join(listed.refused)
+                wait_s, why = ttl_s, "; ".join(listed.refused)
                 if why and why != logged:
                     log.error("%s: %s", source, why)
                 elif logged and not why:
@@ -189,9 +178,9 @@ class DnsFollower:
             logged = why
             await asyncio.sleep(wait_s)
 
-    def _listed(self, name: DnsName, answered: Answered) -> ListedWorkers:
+    def _listed(self, name: DnsName, targets: Sequence[HostPort]) -> ListedWorkers:
         """Reads the allow-list anew: a key that the router has not yet read by itself is refused, and tried again."""
         config = self._config
         allowed = AllowList.read(config.allow) if config.allow is not None and config.key is not None else None
-        workers = workers_of(name, answered.targets, allowed=allowed, scheme="http" if config.relays else "tcp")
+        workers = workers_of(name, targets, allowed=allowed, scheme="http" if config.relays else "tcp")
         return self._membership.checked(f"{name.role} {name}", workers)

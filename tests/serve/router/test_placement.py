@@ -204,10 +204,10 @@ def test_levels_part_all_workers_by_what_they_know() -> None:
         for number in numbers:
             holders.add(key, number)
     levels = holders.levels([b"a", b"b", b"c", b"d"])
-    assert [(level.mask & 0b11111, level.blocks) for level in levels] == [
+    assert [(mask & 0b11111, blocks) for mask, blocks in levels] == [
         (0b11000, 0), (0b00001, 1), (0b00010, 2), (0b00100, 3)
     ]  # fmt: skip
     holders.discard([b"a", b"b", b"c"], 2)
     holders.discard([b"c"], 3)
     assert len(holders) == 2
-    assert [level.blocks for level in holders.levels([b"a", b"b"])] == [0, 1, 2]
+    assert [blocks for _, blocks in holders.levels([b"a", b"b"])] == [0, 1, 2]

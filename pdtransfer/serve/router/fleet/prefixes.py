@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
-from typing import NamedTuple
 
 EVERYONE = -1  # a mask with all bits set
-
-
-class Level(NamedTuple):
-    """The items that have exactly the first `blocks` blocks of a prompt."""
-
-    mask: int
-    blocks: int
 
 
 class PrefixHolders:
@@ -39,18 +31,19 @@ class PrefixHolders:
             else:
                 self._masks.pop(key, None)
 
-    def levels(self, keys: Sequence[bytes]) -> list[Level]:
-        """All workers, by how many of these keys they know up to the first unknown one; no mask is empty."""
-        levels: list[Level] = []
+    def levels(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """All workers, by how many of these keys they know up to the first unknown one: their mask, and that number. No
+        mask is empty."""
+        levels: list[tuple[int, int]] = []
         holders = EVERYONE
         for blocks, key in enumerate(keys):
             more = holders & self._masks.get(key, 0)
             if more != holders:
-                levels.append(Level(holders & ~more, blocks))
+                levels.append((holders & ~more, blocks))
             holders = more
             if not holders:
                 return levels
-        levels.append(Level(holders, len(keys)))
+        levels.append((holders, len(keys)))
         return levels
 
 

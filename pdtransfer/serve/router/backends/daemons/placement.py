@@ -333,11 +333,11 @@ class FreeSlots:
         """The worker with the highest score, then the fewest rooms. Of those that know equally much of the prompt the
         first in the ranking has the highest."""
         best: tuple[tuple[int, int, str], Worker] | None = None
-        for level in self._holders.levels(keys):
-            candidate = decodes.best(level.mask, passes)
+        for mask, blocks in self._holders.levels(keys):
+            candidate = decodes.best(mask, passes)
             if candidate is not None:
                 (negative, rooms, peer, _), worker = candidate
-                ranked = (-self._score(-negative, tokens, level.blocks), rooms, peer)
+                ranked = (-self._score(-negative, tokens, blocks), rooms, peer)
                 if best is None or ranked < best[0]:
                     best = ranked, worker
         return None if best is None else best[1]

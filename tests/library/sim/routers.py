@@ -168,12 +168,12 @@ class RouterNode(Process):
 
     @property
     def settled(self) -> bool:
-        return not self.dead and not self.core.room_count
+        return not self.dead and not self.core.rooms
 
     def check_end(self) -> None:
         core, world = self.core, self.world
-        if core.request_count or core.room_count:
-            world.fail(f"{self.name} ends with {core.request_count} requests and {core.room_count} rooms")
+        if core.request_count or core.rooms:
+            world.fail(f"{self.name} ends with {core.request_count} requests and {len(core.rooms)} rooms")
         for worker in core.workers.by_peer.values():
             same = [each for each in core.workers.by_peer.values() if plain(each.peer) == plain(worker.peer)]
             if worker.rooms or worker.prompt_tokens or sum(each.usable for each in same) != 1:

@@ -133,7 +133,7 @@ async def test_a_stop_string_cancels_its_room_alone(site: Site) -> None:
     assert [(each["text"], each["finish_reason"]) for each in content["choices"]] == [("c", "stop")] * 2
     assert (status, content["usage"]["completion_tokens"]) == (200, 6)
     assert content["usage"]["prompt_tokens_details"] is None
-    await until(lambda: site.backend.routing.room_count == 0)
+    await until(lambda: not site.backend.routing.rooms)
     site.decode[0].more.set()
     _, content, _ = await site.post(prompt=["xabc", "abc"], max_tokens=5, stop="xc")
     assert [each["text"] for each in content["choices"]] == ["cba", "cbacb"]
@@ -168,7 +168,7 @@ async def test_one_failure_fails_the_answer_and_cancels_the_other_rooms(site: Si
     else:
         assert (status, json.loads(content)["error"]["code"]) == (500, "engine")
     await until(lambda: len(site.decode[0].stopped) == 2)
-    await until(lambda: site.backend.routing.room_count == 0)
+    await until(lambda: not site.backend.routing.rooms)
     assert site.router.open_requests.count == site.router.open_requests.prompts_bytes == 0
     assert not site.backend._choices
 
@@ -187,7 +187,7 @@ async def test_a_room_that_cannot_begin_takes_the_others_with_it(site: Site, mon
     status, content, response = await site.post(prompt="abc", n=4, max_tokens=2)
     assert (status, content["error"]["code"], response.headers["Retry-After"]) == (429, "full", "1")
     assert len(calls) == 3
-    await until(lambda: site.backend.routing.room_count == 0)
+    await until(lambda: not site.backend.routing.rooms)
     assert not site.backend._choices
 
 
@@ -231,7 +231,7 @@ async def test_a_disconnected_client_cancels_all_rooms(site: Site) -> None:
     await until(lambda: len(site.decode[0].begun) == 3)
     task.cancel()
     await until(lambda: len(site.decode[0].stopped) == 3)
-    await until(lambda: site.backend.routing.room_count == 0)
+    await until(lambda: not site.backend.routing.rooms)
 
 
 @pytest.mark.parametrize("stop", [None, "b"])

@@ -208,7 +208,7 @@ async def test_what_a_failed_request_held_comes_back(either: Site | ServerSite, 
     if isinstance(either, ServerSite):
         await until(lambda: not any(each.unfinished for each in either.backend.pool.all))
         return
-    await until(lambda: either.backend.routing.room_count == 0)
+    await until(lambda: not either.backend.routing.rooms)
     for each in either.backend.routing.workers.by_peer.values():
         assert (len(each.rooms), each.prompt_tokens, each.promised_slots) == (0, 0, 0)
 

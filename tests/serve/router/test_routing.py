@@ -124,7 +124,7 @@ class RoutingPlayer(SessionPlayer):
                 for each in core.workers.by_peer.values()
             },
             "open": str(core.request_count),
-            "": "busy" if core.room_count else "idle",
+            "": "busy" if core.rooms else "idle",
         }
 
     def _status(self, status: WorkerStatus) -> str:

@@ -8,7 +8,7 @@ Messages about unknown rooms are answered with Cancel or Ended and otherwise ign
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -65,14 +65,9 @@ class Routing:
         return len(self._requests)
 
     @property
-    def rooms(self) -> Iterable[RoutedRoom]:
+    def rooms(self) -> Collection[RoutedRoom]:
         """Rooms that have not ended on both workers."""
         return self._rooms.values()
-
-    @property
-    def room_count(self) -> int:
-        """Rooms that have not ended on both workers."""
-        return len(self._rooms)
 
     def start(self, now: float) -> list[RoutingEffect]:
         """Sends the first Hello to each worker."""

@@ -58,7 +58,7 @@ class RoutingMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields current gauges, and counters of the core and the bus."""
         core, bus = self._routing, self._bus
-        yield GaugeMetricFamily("pdtransfer_rooms", "Rooms that have not ended on both workers", core.room_count)
+        yield GaugeMetricFamily("pdtransfer_rooms", "Rooms that have not ended on both workers", len(core.rooms))
         for name, text, count in (
             ("retries", "Requests tried again after a failure", core.retries),
             ("resumptions", "Answers that went on in another room after a failure", core.resumptions),

@@ -36,15 +36,8 @@ class Detokenizer(Protocol):
 class TextCodec(Protocol):
     """A model's tokenizer and chat template. Its calls read no files."""
 
-    @property
-    def vocabulary(self) -> int | None:
-        """Ids are below it; None where only the engine knows."""
-        ...
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Tokens of prompt and answer together; None where only the workers know."""
-        ...
+    vocabulary: int | None  # ids are below it; None where only the engine knows
+    max_model_len: int | None  # tokens of prompt and answer together; None where only the workers know
 
     def encode(self, text: str, *, special: bool) -> NDArray[np.int64]:
         """The ids of a text, int64 (tokens,), with the tokens that begin or end every sequence where `special`."""

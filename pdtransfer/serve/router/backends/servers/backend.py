@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from ....settings.router import RouterConfig
@@ -179,8 +178,8 @@ class Servers:
                 "why": server.why_not or None,
                 "unfinished": server.unfinished,
                 "identity": server.identity,
-                "waiting": None if server.waiting is None else asdict(server.waiting),
-                "hand_offs": None if server.hand_offs is None else asdict(server.hand_offs),
+                "waiting": server.waiting,
+                "hand_offs": server.hand_offs,
                 "differs": []
                 if server.hand_offs is None
                 else differences(server.url, server.hand_offs.refusals, facts),

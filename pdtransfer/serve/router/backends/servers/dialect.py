@@ -14,11 +14,10 @@ from .....limits import TOKENS_MAX
 from .....schema import parse
 from ...fleet.roles import Role
 from .server_pool import ServerIdentity, Waiting
-from .server_request import Fields, ServerRequest
+from .server_request import OBJECT, OBJECTS, Fields, ServerRequest
 
 ONE = Raw(b"1")
 FALSE = Raw(b"false")
-_OBJECT, _OBJECTS = msgspec.json.Decoder(dict[str, Raw]), msgspec.json.Decoder(list[dict[str, Raw]])
 
 Text = Annotated[str, Meta(max_length=256)]
 Port = Annotated[int, Meta(ge=1, le=0xFFFF)]
@@ -117,13 +116,13 @@ def with_longest(answer: bytes, longest: int) -> bytes:
     if longest == TOKENS_MAX or not any(_length(model) for model in models):
         return answer
     as_long = [model | ({"max_model_len": longest} if _length(model) else {}) for model in models]
-    return msgspec.json.encode(parse(answer, _OBJECT) | {"data": as_long})
+    return msgspec.json.encode(parse(answer, OBJECT) | {"data": as_long})
 
 
 def _models(answer: bytes) -> list[dict[str, Raw]]:
     """Those of an answer to /v1/models; none of an answer of another form."""
     try:
-        return parse(bytes(parse(answer, _OBJECT).get("data", b"[]")), _OBJECTS)
+        return parse(bytes(parse(answer, OBJECT).get("data", b"[]")), OBJECTS)
     except RemoteProtocolError:
         return []
 

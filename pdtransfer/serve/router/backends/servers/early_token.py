@@ -18,7 +18,7 @@ from msgspec import Meta, Raw, Struct
 
 from .....errors import RemoteProtocolError
 from .....schema import parse
-from .server_request import CHAT, ServerRequest
+from .server_request import CHAT, OBJECT, OBJECTS, ServerRequest
 
 # By how much the first token's logprob has to be above the next one's. In bfloat16 the same logit is computed on the
 # two sides with differences of some hundredths to tenths.
@@ -84,7 +84,6 @@ class _TokenEvent(Struct, frozen=True):
 
 
 _ASKED, _EVENT = msgspec.json.Decoder(_Asked), msgspec.json.Decoder(_TokenEvent)
-_OBJECT, _OBJECTS = msgspec.json.Decoder(dict[str, Raw]), msgspec.json.Decoder(list[dict[str, Raw]])
 _TEXT = msgspec.json.Decoder(str)
 
 
@@ -217,11 +216,11 @@ def _margin(logprobs: _Logprobs | None) -> float:
 
 def _event(body: bytes, texts: Mapping[str, str], fields: Mapping[str, object]) -> bytes:
     """Writes an event of one choice anew, with these texts and fields in place of its own."""
-    event = parse(body, _OBJECT)
-    choice: dict[str, object] = dict(*parse(bytes(event["choices"]), _OBJECTS))
+    event = parse(body, OBJECT)
+    choice: dict[str, object] = dict(*parse(bytes(event["choices"]), OBJECTS))
     given = {name: text for name, text in texts.items() if text or name in TEXTS}
     if isinstance(delta := choice.get("delta"), Raw):
-        kept = {name: value for name, value in parse(bytes(delta), _OBJECT).items() if name not in texts}
+        kept = {name: value for name, value in parse(bytes(delta), OBJECT).items() if name not in texts}
         choice["delta"] = kept | given
     else:
         choice |= given

@@ -17,7 +17,6 @@ from .....errors import RemoteProtocolError
 from .....schema import parse
 from .server_pool import HandOffs
 
-METRICS_BYTES_MAX = 8 << 20  # of an engine's metrics: vLLM's are some 100 KB
 AMOUNT_MAX = float(1 << 62)
 WHYS_MAX = 16  # reasons that are kept of one server
 ANSWER_TAIL_BYTES = 2_048  # of a whole answer: vLLM writes kv_transfer_params behind the choices

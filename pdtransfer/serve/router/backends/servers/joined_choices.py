@@ -15,11 +15,10 @@ from .....errors import RemoteProtocolError
 from .....limits import HTTP_BODY_BYTES_MAX
 from .....schema import parse
 from .early_token import EVENT_END
+from .server_request import EITHER, LIST, OBJECT, OBJECTS
 
-_ANSWER, _ANSWERS = msgspec.json.Decoder(dict[str, Raw]), msgspec.json.Decoder(list[dict[str, Raw]])
-_EITHER = msgspec.json.Decoder(dict[str, Raw] | list[dict[str, Raw]])
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
-_INDEX, _LIST = msgspec.json.Decoder(_Count), msgspec.json.Decoder(list[Raw])
+_INDEX = msgspec.json.Decoder(_Count)
 _Usage: TypeAlias = dict[str, _Count | dict[str, _Count | None] | None]
 _USAGE: msgspec.json.Decoder[_Usage] = msgspec.json.Decoder(_Usage)
 _DONE, _ZERO, _NULL = b"data: [DONE]" + EVENT_END, Raw(b"0"), Raw(b"null")
@@ -45,14 +44,14 @@ class JoinedAnswers:
 
     def end(self) -> bytes:
         """Returns the rest, once all answers have ended. Raises RemoteProtocolError."""
-        answers = [parse(bytes(body), _EITHER) for body in self._bodies]
+        answers = [parse(bytes(body), EITHER) for body in self._bodies]
         first = answers[0]
         if isinstance(first, list) or "choices" not in first:  # of /generate: an answer, or one for each prompt
             return msgspec.json.encode(_in_turn([_listed(answer) for answer in answers]))
         if any(isinstance(answer, list) or "choices" not in answer for answer in answers):
             raise RemoteProtocolError("answers", "differ in their form")
         objects = cast("list[dict[str, Raw]]", answers)
-        choices = _in_turn([parse(answer["choices"], _ANSWERS) for answer in objects])
+        choices = _in_turn([parse(answer["choices"], OBJECTS) for answer in objects])
         numbered = [choice | {"index": index} for index, choice in enumerate(choices)]
         return msgspec.json.encode(_of_all(objects) | {"choices": numbered})
 
@@ -89,13 +88,13 @@ class JoinedEvents:
     def _event(self, number: int, event: bytes) -> bytes:
         if event == _DONE:
             return b""
-        read = parse(event.removeprefix(b"data: "), _ANSWER)
+        read = parse(event.removeprefix(b"data: "), OBJECT)
         if "error" in read:
             self.failed = True
             return event
         if "choices" not in read:  # of /generate
             return _event(self._numbered(number, read))
-        if choices := parse(read["choices"], _ANSWERS):
+        if choices := parse(read["choices"], OBJECTS):
             return _event(read | {"choices": [self._numbered(number, choice) for choice in choices]})
         for name in _OF_ALL:
             if read.get(name, _NULL) != _NULL:
@@ -114,7 +113,7 @@ def _of_all(answers: Sequence[dict[str, Raw]]) -> dict[str, object]:
     if usages := _values(answers, "usage"):
         joined["usage"] = _usage([parse(usage, _USAGE) for usage in usages])
     if extensions := _values(answers, "sglext"):
-        joined["sglext"] = _extension([parse(extension, _ANSWER) for extension in extensions])
+        joined["sglext"] = _extension([parse(extension, OBJECT) for extension in extensions])
     return joined
 
 
@@ -144,7 +143,7 @@ def _extension(extensions: list[dict[str, Raw]]) -> dict[str, object]:
     answer's details are a list that may lack some: they are left out."""
     joined: dict[str, object] = {**extensions[0]}
     if of_choices := _values(extensions, "output_ids"):
-        joined["output_ids"] = [*chain.from_iterable(parse(ids, _LIST) for ids in of_choices)]
+        joined["output_ids"] = [*chain.from_iterable(parse(ids, LIST) for ids in of_choices)]
     if details := _values(extensions, "spec_tokens_details"):
         joined["spec_tokens_details"] = details
         if any(bytes(value).startswith(b"[") for value in details):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-from .....limits import PREFIX_PLACED_BLOCKS_MAX, TOKENS_MAX, Limits
+from msgspec import Meta, Struct
+
+from .....limits import PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, TOKENS_MAX, Limits
 from ...fleet.prefixes import KnownPrefixes
 from ...fleet.roles import Departure, NoPair, Pair, Role, longest_request
 from ...fleet.status import WorkerState, WorkerStatus
@@ -28,12 +30,11 @@ class HandOffs:
     refusals: tuple[str, ...] = ()  # its facts, name=value, in which prefill engines differ
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(Struct, frozen=True):
     """Requests that a decode server has no memory for now, of all ranks together, and what they wait for."""
 
-    requests: int = 0
-    why: str = ""
+    requests: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
+    why: Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)] = ""
 
     def __str__(self) -> str:
         return f"{self.requests} requests wait for its memory: {self.why}"

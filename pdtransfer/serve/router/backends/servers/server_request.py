@@ -21,7 +21,9 @@ from ...front.json_bodies import Read, RefusedRequestError, decoded, decoded_fie
 _PREFIX_FIELDS = ("tools", "messages", "prompt", "text", "input_ids")
 _LIST_OF = re.compile(rb'\[[ \t\n\r]*[\["{]')  # a list of lists, texts or objects, not of ids
 _EMBEDDINGS = re.compile(rb"\[[ \t\n\r]*\[[ \t\n\r]*[^\[ \t\n\r]")  # of one prompt: it is a list of lists itself
-_FIELDS, _LIST = msgspec.json.Decoder(dict[str, Raw]), msgspec.json.Decoder(list[Raw])
+OBJECT, OBJECTS = msgspec.json.Decoder(dict[str, Raw]), msgspec.json.Decoder(list[dict[str, Raw]])
+EITHER = msgspec.json.Decoder(dict[str, Raw] | list[dict[str, Raw]])
+LIST = msgspec.json.Decoder(list[Raw])
 _COUNT = msgspec.json.Decoder(int | None)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -75,7 +77,7 @@ def read_relayed(
 
     The servers check the fields. A client's own fields in `reserved` are dropped: they could name another's KV.
     """
-    fields = decoded(_FIELDS, body)
+    fields = decoded(OBJECT, body)
     if len(fields) > BODY_FIELDS_MAX:
         raise RefusedRequestError(None, f"{len(fields)} fields, at most {BODY_FIELDS_MAX}")
     for name in reserved:
@@ -105,7 +107,7 @@ def _address(data: bytes | Raw) -> int:
 def _prompt_count(name: str, value: Raw) -> int:
     content = memoryview(value)
     is_one = _LIST_OF.match(content) is None or (name == "input_embeds" and _EMBEDDINGS.match(content) is not None)
-    return 1 if is_one else len(decoded_field(name, _LIST, value))
+    return 1 if is_one else len(decoded_field(name, LIST, value))
 
 
 def _keys(fields: Fields, block_tokens: int) -> tuple[bytes, ...]:

@@ -12,13 +12,13 @@ from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
 from .....errors import RemoteProtocolError
-from .....limits import PEERS_MAX, TEXT_LENGTH_MAX, TOKENS_MAX
+from .....limits import PEERS_MAX, TOKENS_MAX
 from .....schema import parse
 from ...fleet.roles import Role
 from ...front.json_bodies import RefusedRequestError, decoded_field
 from .dialect import FALSE, ONE, Dialect, Port, ServerOrder, Text
 from .server_pool import ServerIdentity, Waiting
-from .server_request import CHAT, COMPLETIONS, GENERATE, Fields, ServerRequest, choices_of
+from .server_request import CHAT, COMPLETIONS, EITHER, GENERATE, OBJECTS, Fields, ServerRequest, choices_of
 
 
 class _SglangInfo(Struct, frozen=True):
@@ -26,13 +26,8 @@ class _SglangInfo(Struct, frozen=True):
     disaggregation_bootstrap_port: Port
 
 
-class _Waiting(Struct, frozen=True):
-    requests: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
-    why: Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)] = ""
-
-
 class _PluginState(Struct, frozen=True):
-    waiting: _Waiting | None = None
+    waiting: Waiting | None = None
     context_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] = 0
 
 
@@ -77,9 +72,8 @@ class _Completion(Struct):
 
 _FLAG, _FLAGS = msgspec.json.Decoder(bool | None), msgspec.json.Decoder(bool | list[bool | None] | None)
 _INTEGER, _INTEGERS = msgspec.json.Decoder(int | None), msgspec.json.Decoder(int | list[int | None] | None)
-_OBJECTS = msgspec.json.Decoder(dict[str, Raw] | list[dict[str, Raw]])
 _GENERATED: msgspec.json.Decoder[_Generated | list[_Generated]] = msgspec.json.Decoder(_Generated | list[_Generated])
-_COMPLETION, _CHOICES = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(list[dict[str, Raw]])
+_COMPLETION = msgspec.json.Decoder(_Completion)
 
 
 class SglangDialect(Dialect):
@@ -236,8 +230,7 @@ def _named(request: ServerRequest, transfer: bytes) -> dict[str, object]:
 
 def _room(transfer: bytes, identity: ServerIdentity | None) -> dict[str, object]:
     """Fields of both sides; a room has 63 bits, as of SGLang's own router."""
-    if identity is None:
-        raise ValueError("a room of nobody")
+    assert identity is not None, "SGLang's decode computes no prompt"
     return identity | {"bootstrap_room": int.from_bytes(transfer[:8]) >> 1}
 
 
@@ -269,9 +262,9 @@ def _value(fields: Fields, name: str, decoder: msgspec.json.Decoder[Any]) -> Any
 def with_logprobs(prefill: bytes, decode: bytes) -> bytes:
     """Decode's whole answer with the prompt's logprobs of prefill's. Raises RemoteProtocolError for answers that are
     not of one request."""
-    answer = parse(decode, _OBJECTS)
+    answer = parse(decode, EITHER)
     if not isinstance(answer, list) and "choices" in answer:
-        choices = parse(answer["choices"], _CHOICES)
+        choices = parse(answer["choices"], OBJECTS)
         of_prefill, of_decode = (parse(text, _COMPLETION).choices for text in (prefill, decode))
         _check_equal(len(of_prefill), len(of_decode))
         for choice, first, rest in zip(choices, of_prefill, of_decode, strict=True):

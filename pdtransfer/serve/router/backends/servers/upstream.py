@@ -19,7 +19,6 @@ from .....limits import HTTP_BODY_BYTES_MAX, Limits
 from ...fleet.roles import NoPair
 from ...front.json_bodies import AnswerFailedError, WholeAnswer
 from .dialect import ServerOrder
-from .hand_offs import METRICS_BYTES_MAX
 from .server_pool import NO_LISTENER, Server, ServerIdentity
 from .server_request import ServerRequest
 
@@ -83,31 +82,26 @@ class Upstream:
     async def probe(self, server: Server) -> str:
         """Asks a server for its health; returns the reason why it is not healthy, empty if it is."""
         try:
-            async with self._asked(server, "/health", wait_ms=self.limits.silence_ms) as response:
-                return "" if response.status == 200 else f"/health answers {response.status}"
-        except (aiohttp.ClientError, OSError) as error:
+            answer = await self._get(server, "/health", {}, self.limits.silence_ms)
+        except (aiohttp.ClientError, OSError, AttemptFailedError) as error:
             return _reason(error) or f"/health has not answered within {self.limits.silence_ms} ms"
+        return "" if answer.status == 200 else f"/health answers {answer.status}"
 
     async def metrics(self, server: Server, path: str) -> bytes | None:
         """Asks a server for its metrics; None where it has none."""
         try:
-            async with self._asked(server, path, wait_ms=self.limits.silence_ms) as response:
-                answer = await self.whole(server, response, METRICS_BYTES_MAX)
+            answer = await self._get(server, path, {}, self.limits.silence_ms)
         except (aiohttp.ClientError, OSError, AttemptFailedError) as error:
             log.debug("%s: %s", server.url, error)
             return None
         return answer.body if answer.status == 200 else None
 
-    @asynccontextmanager
-    async def _asked(
-        self, server: Server, path: str, headers: Mapping[str, str] | None = None, *, wait_ms: int
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """A server's answer to a GET, in this scope and for so long."""
+    async def _get(self, server: Server, path: str, headers: Mapping[str, str], wait_ms: int) -> WholeAnswer:
         async with (
             asyncio.timeout(wait_ms / 1e3),
             self._session.get(server.url + path, headers=headers, allow_redirects=False) as response,
         ):
-            yield response
+            return await self.whole(server, response)
 
     def lose(self, server: Server, lasted_s: float = 0.0) -> None:
         """Ends all waits for a server that have lasted so long."""
@@ -150,8 +144,8 @@ class Upstream:
 
     async def get(self, server: Server, path: str, headers: Mapping[str, str], *, wait_ms: int) -> WholeAnswer:
         """Asks a server for something small. Raises AttemptFailedError."""
-        async with self.waiting(server), self._asked(server, path, headers, wait_ms=wait_ms) as response:
-            return await self.whole(server, response)
+        async with self.waiting(server):
+            return await self._get(server, path, headers, wait_ms)
 
     async def post(self, server: Server, order: ServerOrder, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         """Posts a body; returns the answer once its head is there."""
@@ -162,17 +156,16 @@ class Upstream:
         self,
         server: Server,
         response: aiohttp.ClientResponse,
-        bytes_max: int | None = None,
         *,
         kept: Callable[[Server, int], None] | None = None,
     ) -> WholeAnswer:
         """Reads an answer to its end. Raises AttemptFailedError for one that is too large. `kept` gets the length of
         each piece, and may raise it too."""
-        body, bytes_max = bytearray(), bytes_max or HTTP_BODY_BYTES_MAX
+        body = bytearray()
         async for piece in response.content.iter_any():
             body += piece
-            if len(body) > bytes_max:
-                text = f"{server.name}: the answer is larger than {bytes_max} bytes"
+            if len(body) > HTTP_BODY_BYTES_MAX:
+                text = f"{server.name}: the answer is larger than {HTTP_BODY_BYTES_MAX} bytes"
                 raise AttemptFailedError(text, Cause.BREACH, (server,), again=False)
             if kept is not None:
                 kept(server, len(piece))

@@ -108,7 +108,7 @@ def test_only_a_known_key_is_found() -> None:
         basic(A), basic(f"x:{A}y"), "Basic %", basic("x" * 900), basic("\u00e9:"), None, "", A, f"Basic {A}",
         f"Bearer {A}x", f"Bearer {A[:-1]}", "Bearer " + "x" * 9_000, "Bearer \u00e9",
     ]  # fmt: skip
-    assert ([keys.find(each) for each in wrong], keys.refused) == ([None] * len(wrong), len(wrong))
+    assert [keys.find(each) for each in wrong] == [None] * len(wrong)
     assert A not in repr(found), "no secret in a repr"
 
 

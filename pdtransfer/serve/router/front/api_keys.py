@@ -31,7 +31,6 @@ class ApiKeys:
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
         self._keys: dict[bytes, ApiKey] = {}
-        self.refused = 0  # requests without a known key
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -68,17 +67,8 @@ class ApiKeys:
         self._keys = keys
 
     def find(self, authorization: str | None) -> ApiKey | None:
-        """Returns the key of an Authorization header; None for none that is known, which is counted."""
-        key = self._find(authorization)
-        self.refused += key is None
-        return key
-
-    def knows(self, authorization: str | None) -> bool:
-        """Whether an Authorization header has a known key."""
-        return self._find(authorization) is not None
-
-    def _find(self, authorization: str | None) -> ApiKey | None:
-        """The header is `Bearer KEY`, or `Basic` as browsers send it, with the key as the password."""
+        """Returns the key of an Authorization header; None for none that is known. The header is `Bearer KEY`, or
+        `Basic` as browsers send it, with the key as the password."""
         scheme, _, key = (authorization or "").partition(" ")
         key = key.strip()
         if scheme.lower() == "basic":

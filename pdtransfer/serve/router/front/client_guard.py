@@ -51,7 +51,7 @@ class ClientGuard:
 
     def trusts(self, request: web.Request) -> bool:
         """Whether a client may see the names of workers and hosts: it has a key, or there are none."""
-        return self.keys is None or self.keys.knows(request.headers.get("Authorization"))
+        return self.keys is None or self.keys.find(request.headers.get("Authorization")) is not None
 
     @web.middleware
     async def authenticated(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -266,7 +266,7 @@ class World:
     def check_quiet(self) -> None:
         """Every request has its one end, and nothing is left of any of them."""
         assert self.requests.keys() == self.ends.keys() & self.requests.keys(), "a request never ended"
-        assert (self.routing.request_count, len(self.routing.rooms)) == (0, 0)
+        assert (len(self.routing.requests), len(self.routing.rooms)) == (0, 0)
         assert len(self.routing._timers) == 0
         for worker in self.routing.workers.by_peer.values():
             assert not worker.rooms

@@ -172,8 +172,8 @@ class RouterNode(Process):
 
     def check_end(self) -> None:
         core, world = self.core, self.world
-        if core.request_count or core.rooms:
-            world.fail(f"{self.name} ends with {core.request_count} requests and {len(core.rooms)} rooms")
+        if core.requests or core.rooms:
+            world.fail(f"{self.name} ends with {len(core.requests)} requests and {len(core.rooms)} rooms")
         for worker in core.workers.by_peer.values():
             same = [each for each in core.workers.by_peer.values() if plain(each.peer) == plain(worker.peer)]
             if worker.rooms or worker.prompt_tokens or sum(each.usable for each in same) != 1:

@@ -364,7 +364,7 @@ async def test_a_disconnected_clients_room_is_cancelled_on_both_workers(site: Si
     await until(lambda: site.prefill[0].begun and site.decode[0].begun)
     task.cancel()
     await until(lambda: site.prefill[0].stopped and site.decode[0].stopped)
-    assert site.backend.routing.request_count == 0
+    assert not site.backend.routing.requests
     await until(lambda: not site.backend.routing.rooms)
     await until(lambda: site.prefill[0].service.room_count == site.decode[0].service.room_count == 0)
 

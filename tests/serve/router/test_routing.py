@@ -123,7 +123,7 @@ class RoutingPlayer(SessionPlayer):
                 self.text(each.peer): self._status(worker_status(each, whys[each.peer]))
                 for each in core.workers.by_peer.values()
             },
-            "open": str(core.request_count),
+            "open": str(len(core.requests)),
             "": "busy" if core.rooms else "idle",
         }
 

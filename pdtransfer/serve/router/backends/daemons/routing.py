@@ -53,16 +53,11 @@ class Routing:
         self._effects: list[RoutingEffect] = []
         self.workers = WorkerPool(identity, prefill, decode, limits, self._effects.append, self._lost)
         self._rooms: dict[int, RoutedRoom] = {}
-        self._requests: dict[int, RoutedRoom] = {}  # by request id: the room that may still answer
+        self.requests: dict[int, RoutedRoom] = {}  # that have no end yet, by their ids: the room that may still answer
         self._timers: Timers[tuple[str, int]] = Timers()
         self._closed = False
         self.retries = self.resumptions = self.stayed = 0
         self.prefix_tokens = 0  # prompt tokens placed where they were cached
-
-    @property
-    def request_count(self) -> int:
-        """Requests that have neither finished nor failed."""
-        return len(self._requests)
 
     @property
     def rooms(self) -> Collection[RoutedRoom]:
@@ -99,7 +94,7 @@ class Routing:
 
     def cancel(self, request: int, now: float) -> list[RoutingEffect]:
         """The client disconnected. Ignores a request that has ended."""
-        room = self._requests.get(request)
+        room = self.requests.get(request)
         if room is not None:
             self._fail(room, (), Cause.ABORTED, "the client disconnected", 0, now)
         return self._take()
@@ -107,7 +102,7 @@ class Routing:
     def stop(self, request: int, now: float) -> list[RoutingEffect]:
         """The answer is complete before decode ends it: finishes the request, and cancels its room. Ignores a request
         that has ended."""
-        room = self._requests.get(request)
+        room = self.requests.get(request)
         if room is not None:
             self.workers.answered(room.decode.worker, room.keys)
             self._end_on_workers(room, Cause.ABORTED, now)
@@ -181,7 +176,7 @@ class Routing:
     def close(self, now: float) -> list[RoutingEffect]:
         """Fails unfinished requests, and sends Goodbye to the workers."""
         self._closed = True
-        for room in list(self._requests.values()):
+        for room in list(self.requests.values()):
             self._fail(room, (), Cause.SHUTDOWN, "the router shuts down", 0, now)
         self.workers.goodbye(Cause.SHUTDOWN.value)
         return self._take()
@@ -191,7 +186,7 @@ class Routing:
         repeats: int | None, deadline: float, now: float,
     ) -> RoutedRoom:  # fmt: skip
         room_id = self._mint()
-        while not room_id or room_id in self._rooms or room_id in self._requests:  # 0 names none on the wire
+        while not room_id or room_id in self._rooms or room_id in self.requests:  # 0 names none on the wire
             room_id = self._mint()
         if pair.prefill is None:  # decode computes what it has not cached
             rest_max = min(pair.decode.rest_max, self._limits.turn_tokens_max)
@@ -203,7 +198,7 @@ class Routing:
         first = room_id if request_id is None else request_id
         retried, keys = request_id is not None, self.workers.answer_keys(pair.decode, request.prompt, request.salt)
         room = RoutedRoom(room_id, first, request, prefill, decode, deadline, retried, so_far, keys, repeats)
-        self._rooms[room_id] = self._requests[first] = room
+        self._rooms[room_id] = self.requests[first] = room
         self.prefix_tokens += self.workers.begin(pair, room_id, request)
         self.stayed += pair.prefill is None
         self._timers.set(("deadline", room_id), deadline)
@@ -324,7 +319,7 @@ class Routing:
 
     def _over(self, end: RoomEnded) -> None:
         """The request has its end."""
-        del self._requests[end.request]
+        del self.requests[end.request]
         self._effects.append(end)
 
     def _end_on_workers(self, room: RoutedRoom, cause: Cause, now: float) -> None:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .....handoff.liveness import Liveness
 from .....limits import TOKENS_MAX, Limits
-from .....wire import Identity, Load, Tally, WorkerFigures, split_key
+from .....wire import Identity, Load, WorkerFigures, split_key
 from ...fleet.prefixes import KnownPrefixes
 from ...fleet.roles import Departure, Role
 from ...fleet.status import SlotsStatus, WorkerState, WorkerStatus
@@ -218,12 +218,22 @@ def worker_status(worker: Worker, why: str = "") -> WorkerStatus:
     load, figures, window = worker.load, worker.figures.latest, worker.figures
     kv_bytes_s = window.rate("kv_bytes")
     is_decode = worker.role == "decode"
-    slots = sparse_slots = None
+    known: dict[str, Any] = {}
     if load is not None:
         slots = SlotsStatus(free=load.slots_free, total=load.slots_total, quarantined=load.slots_quarantined)
-    if load is not None and load.sparse_slots_total:
-        sparse_slots = SlotsStatus(free=load.sparse_slots_free, total=load.sparse_slots_total)
-    hisparse = figures if is_decode and load is not None and load.enable_hisparse else None
+        known |= {"rooms_running": load.rooms_running, "rooms_queued": load.rooms_queued, "slots": slots}
+        if load.sparse_slots_total:
+            known["sparse_slots"] = SlotsStatus(free=load.sparse_slots_free, total=load.sparse_slots_total)
+    if figures is not None:
+        rooms, sessions = ({tally.name: tally.count for tally in of} for of in (figures.rooms, figures.sessions))
+        known |= {"uptime_s": figures.uptime_ms / 1e3, "rooms": rooms, "sessions": sessions}
+        names = ["rooms_done", "rooms_failed", "rooms_cancelled", "kv_bytes"]
+        if is_decode:
+            names.append("quarantined_bytes")
+        if is_decode and load is not None and load.enable_hisparse:
+            names += ["hisparse_running", "hisparse_waiting"]
+            known["hot_hit_ratio"] = window.share("hot_hits", "hot_hits", "hot_misses")
+        known |= {name: getattr(figures, name) for name in names}
     return WorkerStatus(
         role=worker.role,
         address=split_key(worker.peer)[1],
@@ -232,25 +242,11 @@ def worker_status(worker: Worker, why: str = "") -> WorkerStatus:
         state=_state(worker, load),
         why=why or worker.why or worker.departure.value or None,
         leaves=worker.departure is Departure.LEAVES,
-        uptime_s=None if figures is None else figures.uptime_ms / 1e3,
         rooms_here=len(worker.rooms),
-        rooms_running=None if load is None else load.rooms_running,
-        rooms_queued=None if load is None else load.rooms_queued,
-        rooms=None if figures is None else _counts(figures.rooms),
-        rooms_done=None if figures is None else figures.rooms_done,
-        rooms_failed=None if figures is None else figures.rooms_failed,
-        rooms_cancelled=None if figures is None else figures.rooms_cancelled,
-        sessions=None if figures is None else _counts(figures.sessions),
-        slots=slots,
-        sparse_slots=sparse_slots,
-        quarantined_bytes=None if figures is None or not is_decode else figures.quarantined_bytes,
-        kv_bytes=None if figures is None else figures.kv_bytes,
         kv_gb_s=None if kv_bytes_s is None else kv_bytes_s / 1e9,
         tokens_s=window.rate("tokens"),
         prefix_hit_ratio=window.share("prefix_hit_tokens", "prefix_queried_tokens") if is_decode else None,
-        hot_hit_ratio=None if hisparse is None else window.share("hot_hits", "hot_hits", "hot_misses"),
-        hisparse_running=None if hisparse is None else hisparse.hisparse_running,
-        hisparse_waiting=None if hisparse is None else hisparse.hisparse_waiting,
+        **known,
     )
 
 
@@ -260,7 +256,3 @@ def _state(worker: Worker, load: Load | None) -> WorkerState:
     if load is None or not load.ready:
         return "starting"
     return "ready" if worker.usable else "draining"
-
-
-def _counts(tallies: Iterable[Tally]) -> dict[str, int]:
-    return {tally.name: tally.count for tally in tallies}

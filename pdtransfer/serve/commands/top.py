@@ -27,29 +27,15 @@ from .top_view import view
 _Document = TypeVar("_Document")
 
 
-class StatusSource(HttpClient):
-    """Asks one router for its status document."""
-
-    def __init__(self, url: str, key: str = "") -> None:
-        """`key` is an API key, for a router that asks for one. Raises ConfigError for what is not a URL of a router."""
-        super().__init__("router", url, key)
-
-    def status(self) -> FleetStatus:
-        """Returns the document as it is now. Raises WorldError."""
-        return self._decoded(FleetStatus)
-
-    def json(self) -> str:
-        """Returns the document as one line, with fields that only a newer version knows. Raises WorldError."""
-        return msgspec.json.encode(self._decoded(dict[str, Any])).decode()
-
-    def _decoded(self, kind: type[_Document]) -> _Document:
-        status, body = self.ask("GET", "/status")
-        if status != 200:
-            raise WorldError(f"{self.url}/status answers {status}: this is not a pdtransfer router, or an older one")
-        try:
-            return parse(body, msgspec.json.Decoder(kind))
-        except RemoteProtocolError as error:
-            raise WorldError(f"{self.url}/status: {error}") from None
+def status_document(router: HttpClient, kind: type[_Document]) -> _Document:
+    """Returns a router's status document as it is now. Raises WorldError."""
+    status, body = router.ask("GET", "/status")
+    if status != 200:
+        raise WorldError(f"{router.url}/status answers {status}: this is not a pdtransfer router, or an older one")
+    try:
+        return parse(body, msgspec.json.Decoder(kind))
+    except RemoteProtocolError as error:
+        raise WorldError(f"{router.url}/status: {error}") from None
 
 
 def top(
@@ -63,14 +49,15 @@ def top(
     """The command `pdtransfer top`; returns its exit status. Raises ConfigError and WorldError."""
     if not 0.1 <= interval <= 3_600:
         raise ConfigError(f"interval = {interval}: must be 0.1 to 3600 seconds")
-    source = StatusSource(router, read_api_key(api_key))
+    source = HttpClient("router", router, read_api_key(api_key))
     console = Console(highlight=False, markup=False, emoji=False)
     try:
         if json:
-            print(source.json())
+            shown = status_document(source, dict[str, Any])  # with fields that only a newer version knows
+            print(msgspec.json.encode(shown).decode())
             return 0
         if once or not console.is_terminal:
-            console.print(_picture(console, source.status(), source.url, height=None))
+            console.print(_picture(console, status_document(source, FleetStatus), source.url, height=None))
             return 0
         with _single_keys() as key_pressed:
             _watch(source, console, interval, key_pressed)
@@ -83,14 +70,14 @@ def _picture(console: Console, status: FleetStatus | None, url: str, why: str = 
     return view(status, url, why, width=console.width, height=height, ascii_only=console.options.ascii_only)
 
 
-def _watch(source: StatusSource, console: Console, interval_s: float, key_pressed: Callable[[float], str]) -> None:
+def _watch(source: HttpClient, console: Console, interval_s: float, key_pressed: Callable[[float], str]) -> None:
     """Draws until `q` is pressed. A router that does not answer is asked again."""
     status: FleetStatus | None = None
     with Live(console=console, screen=True, auto_refresh=False, transient=True) as live:
         while True:
             began_s, why = time.monotonic(), ""
             try:
-                status = source.status()
+                status = status_document(source, FleetStatus)
             except WorldError as error:
                 why = str(error)
             live.update(_picture(console, status, source.url, why, height=console.height), refresh=True)

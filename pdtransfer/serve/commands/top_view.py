@@ -28,7 +28,7 @@ def view(
     status: FleetStatus | None, url: str, why: str, *, width: int, height: int | None, ascii_only: bool = False
 ) -> Text:
     """Returns the picture, of at most `height` lines if given. `why` is the reason why no newer document came."""
-    lines = [_trouble(why)] if why else []
+    lines = [Text(f"{printable(why)}; asked again, q or Ctrl-C ends", style="bold red")] if why else []
     if status is not None:
         lines += [
             _title(status, url),
@@ -45,10 +45,6 @@ def view(
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Text("\n", no_wrap=True, overflow="crop", end="").join(lines[:height])
-
-
-def _trouble(why: str) -> Text:
-    return Text(f"{printable(why)}; asked again, q or Ctrl-C ends", style="bold red")
 
 
 def _title(status: FleetStatus, url: str) -> Text:
@@ -238,10 +234,7 @@ def number(value: float | None) -> str:
 
 def byte_count(value: int) -> str:
     """Returns bytes in decimal units."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.1f}{unit}"
-    return f"{value}B" if value else "0"
+    return number(value) + ("B" if value else "")
 
 
 def percent(value: float) -> str:

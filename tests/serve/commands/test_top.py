@@ -10,7 +10,8 @@ from rich.cells import cell_len
 
 from pdtransfer.errors import WorldError
 from pdtransfer.serve.commands.cli import main
-from pdtransfer.serve.commands.top import StatusSource
+from pdtransfer.serve.commands.http_client import HttpClient
+from pdtransfer.serve.commands.top import status_document
 from pdtransfer.serve.commands.top_view import byte_count, duration, number, slots_bar, view
 from pdtransfer.serve.router.fleet.status import (
     FailureStatus,
@@ -176,10 +177,10 @@ def test_what_is_no_json_object_is_not_printed(body: bytes, capsys: pytest.Captu
 def test_a_router_that_is_down_is_asked_again() -> None:
     states = iter((503, 200))
     with answering(lambda *asked: answered(status=next(states))(*asked)) as url:
-        source = StatusSource(url)
+        source = HttpClient("router", url)
         with pytest.raises(WorldError, match="answers 503"):
-            source.status()
-        assert source.status().router.node == "router-0"
+            status_document(source, FleetStatus)
+        assert status_document(source, FleetStatus).router.node == "router-0"
         source.close()
     with pytest.raises(WorldError, match="does not answer: Connection refused"):
-        StatusSource("http://127.0.0.1:9").status()
+        status_document(HttpClient("router", "http://127.0.0.1:9"), FleetStatus)

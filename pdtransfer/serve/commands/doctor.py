@@ -31,7 +31,6 @@ FOUND_COLUMNS_MIN = 30  # on a narrow terminal
 
 PROBES = (
     Probe("python", builds.python, required=True),
-    Probe("packages", builds.packages, VENV, required=True),
     Probe("torch", builds.torch, pip_install("transformers")),
     Probe("native copy", builds.copy, VENV),
     Probe("kernel cache", builds.cache, "export PDTRANSFER_CACHE=<a directory of this user>"),

@@ -11,20 +11,12 @@ from pathlib import Path
 
 from ....environment import cache_directory, pip_install
 from ....kernels import load
-from ....probe import Seen, missing, ok, warn, within
+from ....probe import Seen, ok, warn, within
 
 
 def python(_root: Path) -> Seen:
     """The version of Python."""
     return ok(f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
-
-
-def packages(_root: Path) -> Seen:
-    """Packages that every daemon imports."""
-    lacking = [name for name in ("aiohttp", "prometheus_client") if importlib.util.find_spec(name) is None]
-    if lacking:
-        return missing(f"no {', '.join(lacking)}", pip_install("daemons"))
-    return ok(f"complete; uvloop {importlib.import_module('uvloop').__version__}")
 
 
 def torch(root: Path) -> Seen:

@@ -90,28 +90,17 @@ def run(config: DemoConfig) -> int:
 
 async def _run(config: DemoConfig) -> int:
     """SIGTERM or closing the terminal stops the daemons too, as Ctrl-C does."""
-    loop, stopped = asyncio.get_running_loop(), list[int]()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, sys.exit, 128 + number)
     with tempfile.TemporaryDirectory(prefix="pdtransfer-demo-") as folder:
         logs = Path(folder)
-        demo = asyncio.ensure_future(_show(config, logs))
-
-        def stop(number: int) -> None:
-            stopped.append(number)
-            demo.cancel()
-
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, stop, number)
         try:
-            if status := await demo:
+            if status := await _show(config, logs):
                 _print_warnings(logs)
             return status
         except PDTransferError:
             _print_warnings(logs)
             raise
-        except asyncio.CancelledError:
-            if not stopped:
-                raise
-            return 128 + stopped[0]
 
 
 async def _show(config: DemoConfig, logs: Path) -> int:

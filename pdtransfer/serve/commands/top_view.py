@@ -30,13 +30,7 @@ def view(
     """Returns the picture, of at most `height` lines if given. `why` is the reason why no newer document came."""
     lines = [Text(f"{printable(why)}; asked again, q or Ctrl-C ends", style="bold red")] if why else []
     if status is not None:
-        lines += [
-            _title(status, url),
-            _requests(status.router),
-            *_answers(status.router),
-            _totals(status.totals),
-            Text(),
-        ]
+        lines += [_title(status, url), *_figures(status.router, status.totals), Text()]
         left = None if height is None else height - len(lines)
         failures = _failures(status.failures, width)
         kept = min(len(failures), FAILURES_MIN)
@@ -65,36 +59,28 @@ def _title(status: FleetStatus, url: str) -> Text:
     return line
 
 
-def _requests(router: RouterStatus) -> Text:
+def _figures(router: RouterStatus, totals: TotalsStatus) -> list[Text]:
+    """The router's requests, its answers by HTTP status once there are any, and what all workers do together."""
     rooms = _counts(router.rooms)
-    parts = [f"{router.requests_open} open" + (f" ({rooms})" if rooms else "")]
+    requests = [f"{router.requests_open} open" + (f" ({rooms})" if rooms else "")]
     if router.requests_s is not None:
-        parts.append(f"{number(router.requests_s)}/s")
+        requests.append(f"{number(router.requests_s)}/s")
     if router.first_token_ms is not None:
         times = (f"{printable(name)} {milliseconds(value)}" for name, value in router.first_token_ms.items())
-        parts.append("TTFT " + ", ".join(times))
-    return Text.assemble(("requests  ", "dim"), "  ".join(parts))
-
-
-def _answers(router: RouterStatus) -> list[Text]:
-    """Answers by HTTP status, once there are any."""
-    parts = [f"{count} x {printable(code)}" for code, count in sorted(router.answers.items())]
-    if router.retries:
-        parts.append(f"{router.retries} tried again")
-    return [Text.assemble(("answers   ", "dim"), "  ".join(parts))] if parts else []
-
-
-def _totals(totals: TotalsStatus) -> Text:
-    parts = [
+        requests.append("TTFT " + ", ".join(times))
+    answers = [f"{count} x {printable(code)}" for code, count in sorted(router.answers.items())]
+    answers += [f"{router.retries} tried again"] if router.retries else []
+    fleet = [
         f"KV {number(totals.kv_gb_s)} GB/s",
         f"prompts {number(totals.prompt_tokens_s)} tok/s",
         f"generated {number(totals.generated_tokens_s)} tok/s",
     ]
-    line = Text.assemble(("fleet     ", "dim"), "  ".join(parts))
+    rows = ("requests", requests), ("answers", answers), ("fleet", fleet)
+    lines = [Text.assemble((f"{name:10}", "dim"), "  ".join(parts)) for name, parts in rows if parts]
     if totals.quarantined_bytes is not None:
         style = "yellow" if totals.quarantined_bytes else ""
-        line.append("  ").append(f"quarantine {byte_count(totals.quarantined_bytes)}", style=style)
-    return line
+        lines[-1].append("  ").append(f"quarantine {byte_count(totals.quarantined_bytes)}", style=style)
+    return lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,10 @@ class ClientGuard:
                 missing = "no API key" if header is None else "no known API key"
                 log.warning("%s has %s, %d other refusals not logged", request.remote, missing, suppressed)
             self._count(401)
-            return _unauthorized("no API key: send Authorization: Bearer KEY" if header is None else "unknown API key")
+            text = "no API key: send Authorization: Bearer KEY" if header is None else "unknown API key"
+            refused = error_response(401, text, code="invalid_api_key")
+            refused.headers["WWW-Authenticate"] = 'Bearer, Basic realm="pdtransfer", charset="UTF-8"'
+            return refused
         try:
             with key.use(now) as use:
                 request[API_KEY_USE] = use
@@ -73,9 +76,3 @@ class ClientGuard:
         except RefusedRequestError as why:
             self._count(why.status)
             return failure(why)
-
-
-def _unauthorized(text: str) -> web.Response:
-    response = error_response(401, text, code="invalid_api_key")
-    response.headers["WWW-Authenticate"] = 'Bearer, Basic realm="pdtransfer", charset="UTF-8"'
-    return response

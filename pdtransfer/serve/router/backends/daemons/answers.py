@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -102,19 +102,8 @@ def _handoff_us(prefill: End | None, decode: End | None) -> float | None:
     return (decode.stamp_ns - prefill.stamp_ns) / 1e3
 
 
-def _model(name: str, created: int, max_model_len: int | None) -> dict[str, object]:
-    """Returns one entry of /v1/models; None where nobody knows the length."""
+def model(name: str, created: int, max_model_len: int | None) -> dict[str, object]:
+    """Returns one entry of /v1/models, which is the answer to /v1/models/NAME; None where nobody knows the length."""
     return {
         "id": name, "object": "model", "created": created, "owned_by": "pdtransfer", "max_model_len": max_model_len,
     }  # fmt: skip
-
-
-def models(served: Mapping[str, int | None], created: int) -> bytes:
-    """Returns the answer to /v1/models, of each model with its length."""
-    listed = [_model(name, created, longest) for name, longest in served.items()]
-    return msgspec.json.encode({"object": "list", "data": listed})
-
-
-def one_model(name: str, created: int, max_model_len: int | None) -> bytes:
-    """Returns the answer to /v1/models/NAME."""
-    return msgspec.json.encode(_model(name, created, max_model_len))

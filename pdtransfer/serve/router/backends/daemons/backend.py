@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from ..... import __version__
 from .....bus import Bus
 from .....bus.gone import Gone
@@ -34,7 +36,7 @@ from ...front.json_bodies import Read, RefusedRequestError, WholeAnswer
 from ...front.status import RouterMetrics
 from ...front.text import TextCodec, load_text
 from .answer import Answer, AnswerText, Choice
-from .answers import models, one_model
+from .answers import model
 from .completions import Completion, ReadBody, completion_of, detokenized, read_body, tokenized
 from .router_effects import Emit, RoomEnded, RoutingEffect, WorkerChanged, WorkerLeft
 from .router_rooms import rooms_by_progress
@@ -215,15 +217,13 @@ class Daemons:
     async def look_up(self, path: str, authorization: str) -> WholeAnswer:
         """Answers /v1/models, /v1/models/NAME and /version."""
         del authorization
-        if path == VERSION:
-            return WholeAnswer.of_json(f'{{"version": "{__version__}"}}'.encode())
-        served = self._served()
-        if path == MODELS:
-            return WholeAnswer.of_json(models(served, self._created))
-        name = path.removeprefix(MODELS + "/")
-        if name not in served:
+        models = {name: model(name, self._created, longest) for name, longest in self._served().items()}
+        pages = {f"{MODELS}/{name}": entry for name, entry in models.items()}
+        pages |= {VERSION: {"version": __version__}, MODELS: {"object": "list", "data": list(models.values())}}
+        if path not in pages:
+            name = path.removeprefix(MODELS + "/")
             raise RefusedRequestError("model", f"{name[:64]!r} is not served", code="model_not_found", status=404)
-        return WholeAnswer.of_json(one_model(name, self._created, served[name]))
+        return WholeAnswer.of_json(msgspec.json.encode(pages[path]))
 
     def _served(self) -> dict[str, int | None]:
         """The models that are served, with the length that the workers and the checkpoint allow."""
@@ -300,14 +300,10 @@ class Daemons:
             if choice.end is None:
                 self._perform(self.routing.cancel(room, self._clock.now()))
             del self._choices[room]
-        if self._spans is not None and len(choices) == len(request.rooms):
-            _draw(self._spans, list(choices.values()))
-
-
-def _draw(spans: Spans, choices: list[Choice]) -> None:
-    """Reports the parts of an answer to the timeline; a failed room has no name."""
-    now = time.monotonic()
-    for choice in choices:
-        if choice.end is not None and choice.end.cause is None:
-            spans("request", "to the first token", choice.began_s, choice.first_s, room=choice.end.id)
-            spans("request", "from the first token on", choice.first_s, now, room=choice.end.id)
+        spans, now = self._spans, time.monotonic()
+        if spans is None or len(choices) < len(request.rooms):
+            return
+        for choice in choices.values():
+            if choice.end is not None and choice.end.cause is None:  # a failed room has no name in the timeline
+                spans("request", "to the first token", choice.began_s, choice.first_s, room=choice.end.id)
+                spans("request", "from the first token on", choice.first_s, now, room=choice.end.id)

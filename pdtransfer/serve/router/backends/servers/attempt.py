@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import aiohttp
 import msgspec
@@ -74,7 +74,7 @@ class Relay:
     length: int | None = field(default=None, init=False)
     events: bool = field(default=False, init=False)
     headers: Mapping[str, str] = field(default_factory=dict[str, str], init=False)
-    _count: int = field(default=0, init=False)
+    count: int = field(default=0, init=False)  # of attempts
     _tried: set[ServerPair] = field(default_factory=set[ServerPair], init=False)
     _avoid: set[Server] = field(default_factory=set[Server], init=False)
     _last: AttemptFailedError | None = field(default=None, init=False)
@@ -85,7 +85,7 @@ class Relay:
         AnswerFailedError."""
         while self._attempt is None:
             pair = self._pair()
-            self._count += 1
+            self.count += 1
             attempt = Attempt(self, pair)
             try:
                 await attempt.begin()
@@ -95,12 +95,6 @@ class Relay:
                 self._attempt = attempt
                 if self.shown is None:
                     self._begun(attempt)
-
-    @property
-    def asks_early(self) -> bool:
-        """Whether prefill may answer before decode in this attempt."""
-        may = self.early and self._count == 1 and self.metrics.first_tokens_wrong < EARLY_WRONG_MAX
-        return may and self.dialect.answers_early(self.request)
 
     def _begun(self, attempt: Attempt) -> None:
         """The client's answer begins."""
@@ -142,9 +136,9 @@ class Relay:
             assert self._last is not None
             raise self._last
         client, metrics = self.client, self.metrics
-        client.retried |= self._count > 0
+        client.retried |= self.count > 0
         client.prefill, client.decode = "" if pair.prefill is None else pair.prefill.name, pair.decode.name
-        metrics.retries += self._count > 0
+        metrics.retries += self.count > 0
         metrics.requests_without_prefill += pair.prefill is None and pair.computed is None
         metrics.requests_kept += pair.computed is not None
         return pair
@@ -157,7 +151,7 @@ class Relay:
         self._avoid.update(why.blamed)
         if why.blamed:
             self._tried.add(pair)
-        if not why.again or self._count == SERVER_ATTEMPTS_MAX:
+        if not why.again or self.count == SERVER_ATTEMPTS_MAX:
             raise why
 
 
@@ -168,7 +162,8 @@ class Attempt:
     def __init__(self, relay: Relay, pair: ServerPair) -> None:
         self._relay, self._request, self._client = relay, relay.request, relay.client
         self._upstream, self._dialect, self._metrics = relay.upstream, relay.dialect, relay.metrics
-        self.pair, self.shown, self._ask_early = pair, relay.shown, relay.asks_early
+        self.pair, self.shown = pair, relay.shown
+        self._may_be_early = relay.early and relay.count == 1
         self._transfer = secrets.token_bytes(16)
         self._prefill: asyncio.Task[ServerIdentity | None] | None = None  # may outlive the answer
         self._decode: asyncio.Task[None] | None = None
@@ -353,10 +348,11 @@ class Attempt:
     def _give_up(self) -> None:
         """Tells the servers that nobody waits any more. One that failed, or refused the request, has nothing of it."""
         for server, task in ((self.pair.prefill, self._prefill), (self.pair.decode, self._decode)):
-            if server is not None and task is not None and not (task.done() and _failed(task)):
-                order = self._dialect.given_up(server.role, self._request, self._transfer)
-                if order is not None:
-                    self._upstream.notify(server, order, self._request)
+            if server is None or task is None or (task.done() and not task.cancelled() and task.exception()):
+                continue
+            order = self._dialect.given_up(server.role, self._request, self._transfer)
+            if order is not None:
+                self._upstream.notify(server, order, self._request)
 
     async def _decode_alone(self) -> None:
         """Decode computes the prompt."""
@@ -433,7 +429,8 @@ class Attempt:
     def _asks_early(self, identity: ServerIdentity) -> bool:
         """Whether prefill is asked for a stream, be it only to be compared."""
         kind, known = kind_of(self._request), self.pair.decode.begins_alike
-        if not self._ask_early or identity.get("first_token") is False:
+        may = self._may_be_early and self._metrics.first_tokens_wrong < EARLY_WRONG_MAX
+        if not may or identity.get("first_token") is False or not self._dialect.answers_early(self._request):
             return False
         if kind is None:
             return True
@@ -544,8 +541,3 @@ def _first_error(event: bytes) -> WholeAnswer | None:
     except RemoteProtocolError:  # it is none
         return None
     return WholeAnswer(status, {"Content-Type": "application/json"}, body)
-
-
-def _failed(task: asyncio.Task[Any]) -> bool:
-    """Of a task that has ended."""
-    return not task.cancelled() and task.exception() is not None

@@ -385,27 +385,3 @@ def test_a_component_that_lies_in_two_memories_joins_them() -> None:
     assert aliases([one, two, both]) == [0, 0, 0]
     with pytest.raises(LocalProtocolError, match="'one' and 'other' share memory, but not slots"):
         aliases([one, group("other", (1,), (0,), slots=4)])
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_ledger_takes_exactly_what_is_chosen(seed: int) -> None:
-    """Against a set of free slots."""
-    rng = np.random.default_rng(seed)
-    arena, model, held = SlotAllocator([group("kv", (0,), (0,), slots=64)], engine_slots=True), set(range(64)), []
-    for room in range(60):
-        wanted = rng.permutation(64)[: rng.integers(1, 24)] if rng.random() < 0.3 else None
-        if wanted is None:
-            free = np.array(sorted(model))
-            wanted = rng.permutation(free)[: rng.integers(0, 24)]
-        try:
-            held.append(arena.take(room, (extents_of(wanted),)))
-        except LocalProtocolError:
-            assert not set(wanted.tolist()) <= model
-        else:
-            assert set(wanted.tolist()) <= model
-            model -= set(wanted.tolist())
-        if len(held) > 4 or (held and rng.random() < 0.3):
-            gone = held.pop(int(rng.integers(len(held))))
-            arena.drop(gone)
-            model |= set(slots_of(gone.extents[0]).tolist())
-        assert arena.free[0].free_slots == len(model)

@@ -63,27 +63,6 @@ def test_every_rank_gets_every_row_once_whatever_the_order_of_cells_messages_and
         check_lands([part], prefill, decode, layouts, tokens=13, seed=1)
 
 
-@given(
-    st.lists(
-        st.sampled_from([GQA, INDEX, WINDOW, C4, STATE]), min_size=1, max_size=4, unique_by=lambda part: part.name
-    ),
-    st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]),
-    st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2)]),
-    st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
-    st.integers(1, 40),
-    st.integers(0, 1 << 32),
-)
-def test_rooms_of_any_components_land_whole(
-    parts: list[Part],
-    prefill: tuple[int, int],
-    decode: tuple[int, int],
-    layouts: tuple[str, str],
-    tokens: int,
-    seed: int,
-) -> None:
-    check_lands(parts, prefill, decode, layouts, tokens, seed)
-
-
 def check_lands(
     parts: list[Part],
     prefill: tuple[int, int],
@@ -117,6 +96,18 @@ def check_lands(
     for rank in grid.prefill:
         assert len(rank.events_of(RoomLanded)) == len(rank.events_of(RoomDrained)) == 1
         assert rank.core.idle
+
+
+test_rooms_of_any_components_land_whole = given(
+    st.lists(
+        st.sampled_from([GQA, INDEX, WINDOW, C4, STATE]), min_size=1, max_size=4, unique_by=lambda part: part.name
+    ),
+    st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]),
+    st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2)]),
+    st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
+    st.integers(1, 40),
+    st.integers(0, 1 << 32),
+)(check_lands)
 
 
 def test_equal_holders_share_the_decode_ranks_among_them() -> None:

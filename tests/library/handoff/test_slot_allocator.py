@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,12 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdtransfer.errors import LocalProtocolError
+from pdtransfer.handoff import slot_allocator
 from pdtransfer.handoff.slot_allocator import (
     Extents,
     ExtentSet,
     FreeExtents,
     SlotAllocator,
     cut,
+    extents_of,
+    slot_count,
     slots_below,
     slots_of,
 )
@@ -23,6 +29,7 @@ from pdtransfer.layout.layout_builders import HOST_LAYOUTS, host_layout
 from tests.support.effort import some
 
 GRANULE, SLOTS = 4, 160
+FEW = (0, 2, 1 << 20)
 
 
 def extents(*pairs: tuple[int, int]) -> Extents:
@@ -44,102 +51,79 @@ def runs(free: set[int]) -> list[tuple[int, int]]:
     return found
 
 
-class AllocateAndFree(RuleBasedStateMachine):
-    """Any order of allocating and freeing, beside a set of the free slots."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.free = FreeExtents(SLOTS, GRANULE)
-        self.model = set(range(SLOTS))
-        self.held: list[Extents] = []
-
-    @rule(count=st.integers(0, SLOTS + 8))
-    def allocate(self, count: int) -> None:
-        wanted = -(-count // GRANULE) * GRANULE
-        before = runs(self.model)
-        got = self.free.allocate(count)
-        if wanted > len(self.model):
-            assert got is None
-            return
-        assert got is not None
-        taken = naive_slots(got)
-        assert len(taken) == len(set(taken)) == wanted
-        assert set(taken) <= self.model
-        assert (got % GRANULE == 0).all()
-        fitting = [size for _, size in before if size >= wanted]
-        if not wanted:
-            assert not len(got)
-        elif fitting:
-            assert len(got) == 1, "one run would have held it"
-            assert next(size for start, size in before if start == got[0, 0]) == min(fitting), "not the best fit"
-        else:
-            sizes = sorted((size for _, size in before), reverse=True)
-            assert got[:-1, 1].tolist() == sizes[: len(got) - 1], "not the fewest runs"
-        self.model -= set(taken)
-        self.held.append(got)
-
-    @rule(count=st.integers(20, SLOTS // GRANULE))
-    def shatter(self, count: int) -> None:
-        """Pages one by one, and every other of them back at once: many runs that do not touch."""
-        pages = [page for page in (self.free.allocate(1) for _ in range(count)) if page is not None]
-        self.model -= {slot for page in pages for slot in naive_slots(page)}
-        self.held += pages[::2]
-        if pages[1::2]:
-            back = np.concatenate(pages[1::2])
-            self.free.free(back)
-            self.model |= set(naive_slots(back))
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
-        given = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        self.free.free(given)
-        self.model |= set(naive_slots(given))
-
-    @invariant()
-    def what_is_free_matches_the_model(self) -> None:
-        assert self.free.free_slots == len(self.model)
-        found = runs(self.model)
-        largest = max((size for _, size in found), default=0)
-        assert self.free.largest == largest
-        assert self.free.fragmentation == (1 - largest / len(self.model) if self.model else 0)
-        assert [(start, self.free._count_at[start]) for start in self.free._starts] == found
+def best_fit(free: set[int], wanted: int) -> list[tuple[int, int]]:
+    """The rule in full: the shortest run that holds what is wanted, else the longest."""
+    taken: list[tuple[int, int]] = []
+    free = set(free)
+    while wanted:
+        by_size = sorted((count, start) for start, count in runs(free))
+        count, start = next((run for run in by_size if run[0] >= wanted), by_size[-1])
+        count = min(count, wanted)
+        taken.append((start, count))
+        free -= set(range(start, start + count))
+        wanted -= count
+    return taken
 
 
-TestAllocateAndFree = AllocateAndFree.TestCase
-TestAllocateAndFree.settings = settings(max_examples=some(150), stateful_step_count=40, deadline=None)
+@settings(max_examples=some(80), deadline=None)
+@pytest.mark.parametrize("few", FEW)
+@given(data=st.data())
+def test_leases_are_best_fit_and_freed_runs_join(few: int, data: Any) -> None:
+    granule = data.draw(st.sampled_from((1, 4)))
+    free, extents, held = set(range(SLOTS)), FreeExtents(SLOTS, granule), list[Extents]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_allocator, "_FEW", few)
+        for _ in range(data.draw(st.integers(1, 30))):
+            if held and data.draw(st.booleans()):
+                back = held.pop(data.draw(st.integers(0, len(held) - 1)))
+                extents.free(back)
+                free |= set(naive_slots(back))
+            else:
+                count = data.draw(st.sampled_from((0, 1, 2, 3, 5, 20, 70)))
+                wanted, got = -(-count // granule) * granule, extents.allocate(count)
+                if wanted > len(free):
+                    assert got is None
+                    continue
+                assert got is not None
+                assert [tuple(run) for run in got.tolist()] == best_fit(free, wanted)
+                free -= set(naive_slots(got))
+                held.append(got)
+            assert extents.free_slots == len(free)
+            largest = max((count for _, count in runs(free)), default=0)
+            assert extents.largest == largest
+            assert extents.fragmentation == (1 - largest / len(free) if free else 0)
+        for back in held:
+            extents.free(back)
+    assert (extents.free_slots, extents.largest, extents.fragmentation) == (SLOTS, SLOTS, 0.0)
 
 
-def test_fragmentation_is_0_while_all_that_is_free_is_one_run() -> None:
-    free = FreeExtents(100)
-    first, second, third = (free.allocate(count) for count in (20, 30, 50))
-    assert free.fragmentation == 0
-    free.free(second)
-    assert free.fragmentation == 0
-    free.free(third)
-    assert free.fragmentation == 0
-    held = free.allocate(30)
-    free.free(first)
-    assert free.fragmentation == pytest.approx(1 - 50 / 70)
-    free.free(held)
-    assert free.fragmentation == 0
+@pytest.mark.parametrize("few", FEW)
+@pytest.mark.parametrize("back", [[[0, 4]], [[10, 2], [3, 1]], [[8, 0]], [[-1, 1]], [[15, 2]], [[4, 8], [11, 2]]])
+def test_freeing_what_is_free_or_nowhere_is_our_bug(
+    few: int, back: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_allocator, "_FEW", few)
+    extents = FreeExtents(16)
+    assert extents.allocate(16) is not None
+    assert extents.largest == 0
+    extents.free(np.array([[0, 4]]))
+    with pytest.raises(AssertionError):
+        extents.free(np.array(back))
 
 
-@pytest.mark.parametrize("twice", [(0, 8), (4, 4), (8, 8), (12, 8), (0, 32)])
-def test_a_double_free_is_caught(twice: tuple[int, int]) -> None:
-    free = FreeExtents(32, 4)
-    assert free.allocate(32) is not None
-    free.free(extents((0, 16)))
-    with pytest.raises(AssertionError, match="free already"):
-        free.free(extents(twice))
-
-
-@pytest.mark.parametrize("outside", [(28, 8), (-4, 4), (4, 0)])
-def test_what_is_no_extent_of_the_arena_cannot_be_freed(outside: tuple[int, int]) -> None:
-    free = FreeExtents(32, 4)
-    assert free.allocate(32) is not None
-    with pytest.raises(AssertionError, match="is not an extent"):
-        free.free(extents(outside))
+@pytest.mark.parametrize("few", FEW)
+def test_runs_used_up_together_come_back_one_by_one(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_allocator, "_FEW", few)
+    extents = FreeExtents(16)
+    singles = [extents.allocate(1) for _ in range(16)]
+    extents.free(np.concatenate([single for single in singles[::2] if single is not None]))
+    got = extents.allocate(5)
+    assert got is not None
+    assert got[:, 1].tolist() == [1] * 5
+    for back in (*(run[None] for run in got), *singles[1::2]):
+        assert back is not None
+        extents.free(back)
+    assert extents.largest == extents.free_slots == 16
 
 
 # Holdings
@@ -202,6 +186,9 @@ def test_slots_of_lists_every_slot_in_order(of: Extents, data: st.DataObject) ->
     got = slots_of(of, count=count)
     assert got.dtype == np.int64
     assert got.tolist() == naive[:count]
+    assert slots_of(runs_of := extents_of(got)).tolist() == naive[:count]
+    assert len(runs_of) == sum(after != before + 1 for before, after in pairwise([-2, *naive[:count]]))
+    assert slot_count(of) == len(naive)
 
 
 @given(lists, st.data())
@@ -314,8 +301,8 @@ def test_exactly_the_chosen_slots_are_taken_or_none(wrong: tuple[tuple[int, int]
     assert free.take(extents((32, 8)))
     assert not free.take(extents(*wrong))
     assert (free.free_slots, free.largest) == (32, 32)
-    assert free.take(extents((30, 2), (0, 1)))
-    assert (free.free_slots, free.largest) == (29, 29)
+    assert free.take(extents((30, 2), (1, 2), (0, 1)))
+    assert (free.free_slots, free.largest) == (27, 27)
 
 
 def test_slots_of_a_room_that_cannot_be_placed_are_all_free_again() -> None:

@@ -105,21 +105,13 @@ async def test_nothing_of_nixl_runs_before_its_ports_are_guarded() -> None:
         assert not rules.open_to_itself
 
 
+@pytest.mark.parametrize("broken", ["refusal", "stays_open"])
 @on_each_library
-async def test_an_engine_whose_ports_cannot_be_guarded_is_killed(library: Library) -> None:
+async def test_an_engine_whose_ports_cannot_be_guarded_or_stay_open_to_its_own_host_is_killed(
+    library: Library, broken: str
+) -> None:
     rules = Rules()
-    rules.refusal = "the firewall's process has ended"
-    rules.stand.set()
-    async with arena_behind(rules, library) as owner:
-        with pytest.raises(TransportError, match="the firewall's process has ended"):
-            await owner.offer(SESSION)
-        await until(lambda: sessions_of(owner)[SESSION].process.dead)
-
-
-@on_each_library
-async def test_an_engine_whose_ports_stay_open_to_its_own_host_is_killed(library: Library) -> None:
-    rules = Rules()
-    rules.stays_open = "the firewall's process has ended"
+    setattr(rules, broken, "the firewall's process has ended")
     rules.stand.set()
     async with arena_behind(rules, library) as owner:
         with pytest.raises(TransportError, match="the firewall's process has ended"):

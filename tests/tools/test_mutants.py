@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import tools.mutants.__main__ as mutants_main
+from tests.support.waiting import wait_for
 from tools.mutants.edits import mutants
 
 
@@ -72,16 +73,32 @@ def test_a_mutant_keeps_its_name_when_other_code_changes() -> None:
     assert names < {mutant.name for mutant in mutants("m.py", moved)}
 
 
+def command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
 TREE = {
     "pdtransfer/__init__.py": "",
     "pdtransfer/clamp.py": "def clamp(count, most):\n    while count > most:\n        count -= 1\n    return count\n",
     "pdtransfer/other.py": "SIZE = (lambda: 1)()\n",
-    "tests/test_clamp.py": "from pdtransfer.clamp import clamp\n\ndef test_clamp():\n    assert clamp(5, 3) == 3\n",
+    "tests/test_clamp.py": """import os
+import subprocess
+from pdtransfer.clamp import clamp
+
+def test_clamp():
+    left = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    with open(os.environ["LEFT"], "a") as pids:
+        pids.write(f"{left.pid} ")
+    assert clamp(5, 3) == 3
+""",
 }
 
 
 @pytest.mark.slow
-def test_each_mutant_of_a_tree_meets_its_tests(
+def test_each_mutant_of_a_tree_meets_its_tests_which_leave_no_process_and_may_have_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in TREE.items():
@@ -92,7 +109,10 @@ def test_each_mutant_of_a_tree_meets_its_tests(
     monkeypatch.setattr(mutants_main, "_ROOT", tmp_path)
     monkeypatch.setattr(mutants_main, "_SETS", sets | {"equivalent": {}, "gpu": {}})
     out = tmp_path / "out.json"
-    mutants_main.main([f"--out={out}", "--test-seconds=2", "--jobs=1"])
+    monkeypatch.setenv("LEFT", str(tmp_path / "left"))
+    mutants_main.main([f"--out={out}", "--jobs=1", "--minutes=0"])
+    assert capsys.readouterr().out.endswith("Not run: 3 of 3; --resume runs them\n")
+    mutants_main.main([f"--out={out}", "--test-seconds=2", "--jobs=1", "--resume"])
     report = json.loads(out.read_text())
     assert {name.partition(": ")[2]: kept["status"] for name, kept in report.items()} == {
         "while count > most: -> while count >= most:": "killed",
@@ -100,7 +120,9 @@ def test_each_mutant_of_a_tree_meets_its_tests(
         "count -= 1 -> count -= 2": "lived",
     }
     lived = next(name for name, kept in report.items() if kept["status"] == "lived")
-    assert f"{lived}, line 3" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(f"{lived}, line 3\n")
+    for pid in (tmp_path / "left").read_text().split():
+        wait_for(lambda pid=pid: b"sleep" not in command(pid))
     assert (tmp_path / "pdtransfer/clamp.py").read_text() == TREE["pdtransfer/clamp.py"]
 
 

@@ -1,14 +1,15 @@
 """`python -m tools.mutants` runs the smoke set of sets.toml; with paths, or path:function, their mutants.
 
 Each mutant is written into a copy of the tree, and the tests of its set run there in a process of their own. It is
-killed if the same test fails twice. The report has the result of each; `--resume` goes on with a report, and `--again`
-runs those once more that lived.
+killed if the same test fails twice. The report has the result of each; `--resume` goes on with a report, as after
+`--minutes` are over, and `--again` runs those once more that lived.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -93,7 +94,9 @@ class Clone:
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
             compiled.unlink()
 
-    def run(self, tests: list[str], nearest: str, left_out: list[str], *, stops: bool = True) -> Outcome:
+    def run(
+        self, tests: list[str], nearest: str, left_out: list[str], *, stops: bool = True, limited: bool = True
+    ) -> Outcome:
         """These tests in a process of their own, up to the first failure; all of them with `stops` off."""
         report = self.path.with_name("report")
         report.write_text("")
@@ -115,11 +118,11 @@ class Clone:
         try:
             if self._stopped:
                 raise KeyboardInterrupt
-            process.wait(self._options.seconds if stops else None)
+            process.wait(self._options.seconds if limited else None)
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            _end(process)
+            _end(process, report)
         lines = [json.loads(line) for line in report.read_text().splitlines()]
         failed = {test: why for kind, test, why in lines if kind == "failed"}
         if not failed and any(kind == "import" for kind, _, _ in lines):
@@ -135,13 +138,18 @@ class Clone:
         """From another thread: ends the tests, and begins no others."""
         self._stopped = True
         if self._process is not None:
-            _end(self._process)
+            _end(self._process, self.path.with_name("report"))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], report: Path) -> None:
+    """With what its tests have started, in sessions of their own as well: all of it has the report's name."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    for started in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # another user's, or gone
+            if f"{REPORT}={report}".encode() in (started / "environ").read_bytes().split(b"\0"):
+                os.kill(int(started.name), signal.SIGKILL)
 
 
 def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Mutant]]:
@@ -178,6 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tests", action="append", help="run these instead of the set's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="clones that run beside each other")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no mutant after these")
     parser.add_argument("--seconds", type=int, default=240, help="the longest run of tests for a mutant")
     parser.add_argument("--test-seconds", type=int, default=20, help="the longest test")
     parser.add_argument("--near", action="store_true", help="only test files that name the mutant's module: a glance")
@@ -201,10 +210,14 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _run(wanted, report, options)
     _print(report)
+    left = sum(mutant.name not in report for _, mutant in wanted)
+    if left:
+        print(f"\nNot run: {left} of {len(wanted)}; --resume runs them")
     return 0
 
 
 def _run(wanted: list[tuple[str, Mutant]], report: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+    end = time.monotonic() + 60 * options.minutes
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="m") as folder, ThreadPoolExecutor(options.jobs) as threads:
         made = [Clone(Path(folder) / str(number), options) for number in range(options.jobs)]
@@ -212,8 +225,10 @@ def _run(wanted: list[tuple[str, Mutant]], report: dict[str, dict[str, Any]], op
         for clone in made:
             clones.put(clone)
 
-        def meet(place: tuple[str, Mutant]) -> tuple[str, str, dict[str, object]]:
+        def meet(place: tuple[str, Mutant]) -> tuple[str, str, dict[str, object]] | None:
             name, mutant = place
+            if time.monotonic() > end:
+                return None
             for status in ("equivalent", "gpu"):
                 if mutant.name in _SETS[status]:
                     return name, mutant.name, {"status": status, "tests": {}, "line": mutant.line, "seconds": 0}
@@ -225,7 +240,7 @@ def _run(wanted: list[tuple[str, Mutant]], report: dict[str, dict[str, Any]], op
                 clones.put(clone)
 
         try:
-            for name, mutant, outcome in threads.map(meet, wanted):
+            for name, mutant, outcome in filter(None, threads.map(meet, wanted)):
                 report[mutant] = {"set": name, **outcome}
                 _write(report, options.out)
                 print(f"{outcome['status']:<10} {outcome['seconds']:>5} s  {mutant}", flush=True)
@@ -234,9 +249,10 @@ def _run(wanted: list[tuple[str, Mutant]], report: dict[str, dict[str, Any]], op
             for clone in made:
                 clone.stop()
             raise
-        killers = sorted({next(iter(report[mutant.name]["tests"]), "") for _, mutant in wanted} - {""})
+        met = (report[mutant.name] for _, mutant in wanted if mutant.name in report)
+        killers = sorted({next(iter(each["tests"]), "") for each in met} - {""})
         clone = clones.get()
-        red = list(clone.run(killers, "", [], stops=False).failed if killers else [])
+        red = list(clone.run(killers, "", [], stops=False, limited=False).failed if killers else [])
         red = [test for test in red if clone.run([test], "", []).failed]
         for each in report.values():
             if next(iter(each["tests"]), "") in red:

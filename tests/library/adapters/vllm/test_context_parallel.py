@@ -293,7 +293,7 @@ def test_sizes_that_are_not_supported_end_the_start_by_name(
 
 
 def test_vllm_keeps_whole_blocks_at_a_rank() -> None:
-    specs = [SimpleNamespace(block_size=64, dcp_sharded=True), SimpleNamespace(block_size=16, dcp_sharded=False)]
+    specs = [SimpleNamespace(block_size=64), SimpleNamespace(block_size=16, dcp_sharded=False)]
     parallel = sizes(2)
     for _ in range(2):  # of each worker of a process
         keep_blocks_whole(parallel, specs, may_set=True)
@@ -306,6 +306,7 @@ def test_vllm_keeps_whole_blocks_at_a_rank() -> None:
     with pytest.raises(ConfigError, match="--cp-kv-cache-interleave-size 1: must be 64"):
         keep_blocks_whole(sizes(2), specs, may_set=False)
     keep_blocks_whole(sizes(2, interleave=64), specs, may_set=False)
+    keep_blocks_whole(sizes(2), specs[1:], may_set=False)
     specs[1].dcp_sharded = True
     with pytest.raises(ConfigError, match="blocks of 16, 64 tokens, must be of one size"):
         keep_blocks_whole(sizes(2), specs, may_set=True)

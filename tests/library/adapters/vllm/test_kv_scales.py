@@ -62,8 +62,9 @@ def test_stages_have_the_fact_of_all_layers() -> None:
 def test_scales_of_each_head_are_compared_on_one_rank_and_refused_on_several() -> None:
     of_heads = {"a": layer(0.25, 0.5)}
     assert fact(of_heads) != fact({"a": layer(0.25, 0.75)})
+    assert fact(LAYERS, tp_size=2) == fact(LAYERS)
     with pytest.raises(ConfigError, match="a scale of each KV head: not supported with tensor parallelism"):
-        fact(of_heads, tp_size=2)
+        fact(LAYERS | of_heads, tp_size=2)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla"])

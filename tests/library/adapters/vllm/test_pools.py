@@ -239,7 +239,10 @@ def test_room_for_drafts_in_a_state_is_not_sent(kind: str) -> None:
 
 def test_states_of_a_kind_that_is_not_known_are_one_thing() -> None:
     assert parts_of("LINEAR", [(4, 8, 8)], [4], channels_first=False) == [StatePart("state", 1, 1024)]
-    assert parts_of("MAMBA2", [(3, 33), (8, 4, 8)], [2, 4], channels_first=False) == [StatePart("state", 1, 1222)]
+    for kind in ("MAMBA2", "GDN_ATTN"):
+        for channels, size in ((33, 1222), (32, 1216)):
+            whole = parts_of(kind, [(3, channels), (8, 4, 8)], [2, 4], channels_first=False)
+            assert whole == [StatePart("state", 1, size)]
     two = [described(parts_of("LINEAR", [(4 // tp, 8, 8)], [4], channels_first=False), tp) for tp in (1, 2)]
     assert two == ["state:1x1024", "state:2x512"], "which are two facts, so such engines refuse each other"
     halves = [described(parts_of("MAMBA2", STATES["MAMBA2"](tp), [4, 4], channels_first=True), tp) for tp in (1, 2)]

@@ -26,7 +26,7 @@ from pdtransfer.adapters.vllm.worker import Results, WorkerSide
 from pdtransfer.layout import cell_sizes
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.wire import Ranks
-from tests.library.adapters.vllm.vllm_ranks import World, chunk, pools_of
+from tests.library.adapters.vllm.vllm_ranks import World, chunk, pools_of, world
 from tests.library.adapters.warnings_in_a_row import in_a_row
 from tests.support.client_pair import Late
 from tests.support.polled_client import PolledClient
@@ -234,6 +234,21 @@ def test_layers_of_a_large_chunk_leave_in_cells_that_are_large_enough(
     events = LateEvents()
     site.compute("p", "room", events.make)
     assert len(events.made) == 2
+
+
+def test_a_layer_leaves_with_no_other_group_that_has_a_part_of_it() -> None:
+    names = ["model.layers.0.attn", "model.layers.0.indexer"]
+    cache = np.zeros((2, *SHAPE[1:]), np.float32)
+    groups = [(KVGroup(group, PAGED.of(TOKENS)), [name]) for group, name in enumerate(names)]
+    views = dict(zip(names, torch.from_numpy(cache), strict=True))
+    base = cache.ctypes.data
+    with world() as made:
+        rank = made.add_prefill(cache, pools_of(views, groups, blocks=BLOCKS, base=base), base)
+        events, pushed = LateEvents(), list[tuple[str, int]]()
+        rank.client.push = lambda *_, component, after, **__: pushed.append((component, events.made.index(after)))
+        rows = tuple(Rows(group, 0, 3, tuple(SOURCE)) for group in (0, 1))
+        made.step(Orders(opens=[Open("p", "room", 40)], chunks=[Chunk("p", rows, True)]), events.make, names[::-1])
+    assert pushed == [("group1-2", 0), ("group0-2", 1)]
 
 
 @pytest.mark.parametrize("layers", [NAMES, NAMES[:-1]])
@@ -514,9 +529,14 @@ def test_hand_offs_that_fail_one_after_the_other_are_a_warning_on_either_side(
 def test_requests_with_wrong_parameters_one_after_the_other_are_a_warning(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for at in range(5):
+    """One that lands ends the row."""
+    for at in range(9):
         assert in_a_row(caplog) == []
         site.decode[0].begin(refusals=[Refuse(f"d{at}", (1, 2))])
+        if at == 3:
+            site.receive("e", "room", 40, TARGET)
+            site.compute("p", "room")
+            site.until(lambda: "e" in site.received.received)
     [text] = in_a_row(caplog)
     assert "refused: its parameters are wrong" in text
 
@@ -649,7 +669,7 @@ def test_prompts_that_decode_computes_itself_are_counted_and_a_tenth_of_them_is_
     assert warnings() == [text + "refused: block_size: d has '32', p '16'"]
     ends(21, RoomFailed(21, Cause.DEADLINE, "late"))
     assert len(warnings()) == 1, "once a minute"
-    now[0] = 61.0
+    now[0] = 60.0
     ends(22, RoomFailed(22, Cause.DEADLINE, "late"))
     assert len(warnings()) == 2
     data = side.take_figures()

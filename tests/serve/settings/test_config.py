@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from pdtransfer.limits import LIMIT_BOUNDS, Limits
 from pdtransfer.serve.commands import cli
 from pdtransfer.serve.commands.demo_config import DemoConfig
 from pdtransfer.serve.commands.settings_sources import COMMANDS, settings_of
+from pdtransfer.serve.engine_api import HiSparse
 from pdtransfer.serve.settings.config_to_argv import config_to_argv
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
@@ -60,6 +62,45 @@ def test_every_limit_has_a_bound_that_its_default_keeps_and_zero_or_a_huge_value
             DecodeConfig(limits=dataclasses.replace(Limits(), **{field.name: 1 << 60}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "names", "least", "most"),
+    [
+        (PrefillConfig, "chunk_tokens", 1, 16_777_216),
+        (PrefillConfig, "copy_threads tp_size pp_size", 1, 64),
+        (partial(DecodeConfig, page_size=1), "slots", 1, 4_294_967_296),
+        (DecodeConfig, "batch_max", 1, 65_536),
+        (DecodeConfig, "host_buffer_gib", 1 / 1_024, 16_384),
+        (partial(DecodeConfig, enable_hisparse=True), "device_slots hot_tokens dense_slots", 1, 4_294_967_296),
+        (RouterConfig, "body_readers", 1, 64),
+        (DemoConfig, "requests", 1, 1_000_000),
+        (DemoConfig, "concurrency", 1, 4_096),
+        (DemoConfig, "prompt_bytes_max", 1, 524_288),
+        (DemoConfig, "shared_prefix", 0, 262_144),
+        (DemoConfig, "max_tokens", 1, 65_536),
+        (DemoConfig, "seed", 0, (1 << 63) - 1),
+        (DemoConfig, "prefill decode prefill_tp prefill_pp decode_tp", 1, 64),
+    ],
+)
+def test_a_setting_takes_its_bounds_and_nothing_beyond(kind: Any, names: str, least: float, most: float) -> None:
+    for name in names.split():
+        for value in (least, most):
+            assert getattr(kind(**{name: value}), name) == value
+        for value in (least - 1, most + 1):
+            with pytest.raises(ConfigError) as refused:
+                kind(**{name: value})
+            assert str(refused.value) == f"{name} = {value}: must be from {least} to {most}"
+
+
+def test_the_largest_page_the_longest_directory_and_the_outermost_ports_are_taken() -> None:
+    longest = Path("/" + "d" * 71)
+    assert DecodeConfig(page_size=65_536, socket_directory=longest).socket_directory == longest
+    assert [PrefillConfig(transport_ports=ports).network.ports for ports in ("1-2", "65534-65535")] == [
+        (1, 2),
+        (65_534, 65_535),
+    ]
+    assert DemoConfig(model="/m").cards == {None}
+
+
 @pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig])
 @pytest.mark.parametrize("address", ["0.0.0.0", "[::]", "10.1.2.3", "*"])
 def test_bind_that_other_hosts_reach_needs_keys_or_insecure(kind: Any, address: str, tmp_path: Path) -> None:
@@ -75,19 +116,7 @@ def test_loopback_bind_goes_without_keys(bind: str) -> None:
     assert PrefillConfig(bind=bind).bind == bind
 
 
-@pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig, RouterConfig])
-def test_a_key_and_an_allow_list_need_each_other(kind: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"key = .*set allow"):
-        kind(key=tmp_path / "a.key")
-    with pytest.raises(ConfigError, match=r"allow = .*set key"):
-        kind(allow=tmp_path / "peers")
-
-
-def test_peer_on_another_host_needs_its_public_key_and_ours(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"decode = .*public key"):
-        RouterConfig(decode=("tcp://10.0.0.1:7201",))
-    with pytest.raises(ConfigError, match="this node has none"):
-        RouterConfig(decode=(f"{KEY}@tcp://10.0.0.1:7201",))
+def test_peer_on_another_host_needs_no_more_than_its_key_and_ours_or_insecure(tmp_path: Path) -> None:
     assert RouterConfig(decode=("tcp://10.0.0.1:7201",), insecure=True).insecure
     keyed = {"key": tmp_path / "r.key", "allow": tmp_path / "peers"}
     assert RouterConfig(decode=(f"{KEY}@tcp://10.0.0.1:7201",), **keyed).decode
@@ -105,6 +134,11 @@ def test_engine_config_carries_role_and_options() -> None:
     assert prefill.engine_config.chunk_tokens == 128
     decode = DecodeConfig(batch_max=7).engine_config
     assert (decode.role, decode.page_size, decode.host_layout, decode.batch_max) == ("decode", 1, "page_first", 7)
+    assert decode.hisparse is None
+    sparse = {"device_slots": 8, "hot_tokens": 4, "dense_slots": 2, "retract_policy": "newest"}
+    limits = Limits(window=9)
+    found = DecodeConfig(enable_hisparse=True, limits=limits, **sparse).engine_config.hisparse
+    assert found == HiSparse(device_slots=8, hot_tokens=4, dense_slots=2, policy="newest", limits=limits)
 
 
 def test_flags_win_over_environment_and_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +325,17 @@ def test_children_and_other_commands_get_no_variables_of_torchrun(monkeypatch: p
     router = launched(monkeypatch, "router", "--prefill=tcp://127.0.0.1:1", "--decode=tcp://127.0.0.1:2", RANK="x")
     assert router.prefill == ("tcp://127.0.0.1:1",)
     assert not TORCHRUN.keys() & environment.child_environment().keys()
+
+
+def test_a_server_of_vllm_may_have_both_roles_and_workers_may_come_that_no_flag_names() -> None:
+    both = ("http://127.0.0.1:8200",)
+    config = RouterConfig(engine="vllm", prefill=both, decode=both)
+    assert (config.decode, config.finds_workers) == (both, False)
+    for more in (
+        {"workers_file": Path("w")}, {"admin": "127.0.0.1:1", "admin_token": Path("t")},
+        {"prefill_dns": ("dns://p:1",)}, {"decode_dns": ("dns://d:1",)},
+    ):  # fmt: skip
+        assert RouterConfig(**more).finds_workers
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -95,20 +95,6 @@ def test_settings_common_to_all_ranks_include_the_weights_and_the_sizes() -> Non
     assert common(other, create(other.engine_config).description)["weights"] != described["weights"]
 
 
-def test_the_router_names_every_rank_of_a_group_to_the_other_side() -> None:
-    p, d = "tcp://p0:1", "tcp://d0:1"
-    routing = Routing(identity("r", "router"), prefill=[p], decode=[d], limits=LIMITS, mint=lambda: 7)
-    routing.start(0.0)
-    prefill = replace(identity("p0", "prefill"), group=(Member("p0", ""), Member("p0-tp1", "tcp://p0:2")))
-    decode = replace(identity("d0", "decode"), group=(Member("d0", ""), Member("d0-tp1", "tcp://d0:2")))
-    for peer, who in ((p, prefill), (d, decode)):
-        routing.receive(peer, Welcome(1, who), 0.0)
-        routing.receive(peer, Load(True, False, 0, 0, 1_000, 1_000), 0.0)
-    _, effects = routing.submit(request(), 0.0)
-    begins = {e.peer: e.message.peers for e in effects if isinstance(e, Send) and isinstance(e.message, Begin)}
-    assert begins == {d: (p, "tcp://p0:2"), p: ("d0", "d0-tp1")}
-
-
 def test_the_router_names_decode_ranks_by_key() -> None:
     p, d, d1 = (f"{letter * 40}@tcp://h:{port}" for port, letter in enumerate("pde", 1))
     routing = Routing(identity("r", "router"), prefill=[p], decode=[d], limits=LIMITS, mint=lambda: 7)

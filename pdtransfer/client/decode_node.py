@@ -223,10 +223,9 @@ class DecodeNode:
         self._closing = True
         if self._backing is not None:
             await asyncio.wait([self._backing])
-        if self._verifier is not None:
-            await self._verifier.close()
-        if self._lifter is not None:
-            await self._lifter.close()
+        for settling in (self._verifier, self._lifter):
+            if settling is not None:
+                await settling.close()
         await self.transport.close()
         await self.bus.close()
 
@@ -290,7 +289,7 @@ class DecodeNode:
         if isinstance(effect, StopSettling):
             for settling in (self._verifier, self._lifter):
                 if settling is not None:
-                    settling.cancel(effect.session, effect.grant)
+                    settling.stop(effect.session, effect.grant)
         elif effect.targets:
             assert self._lifter is not None
             self._lifter.lift(effect)

@@ -136,7 +136,7 @@ class Copier:
             self._small.append(work)
 
     def stop(self, session: int, grant: int) -> None:
-        """Stops this grant's works at their next rows; each is reported all the same."""
+        """Stops this grant's works at their next rows; each is reported all the same. One without any is ignored."""
         self._works.stop(session, grant)
 
     async def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
-from threading import Lock
 
 from ..errors import TransportError
 from ..handoff.effects import Settle
@@ -24,31 +23,21 @@ from .works import Turn, Work
 log = logging.getLogger(__name__)
 
 
-class HbmCopier:
+class HbmCopier(Copier):
     """Copies within this process, or to a GPU. Make it on the loop's thread; both memories outlive `close`."""
 
-    def __init__(self, arena: ArenaMemory, hbm: Hbm, settled: Settled, *, threads: int = 1) -> None:
+    def __init__(self, arena: ArenaMemory, hbm: Hbm, settled: Settled) -> None:
         """`settled` is not called where the GPU cannot report the end of a copy."""
+        super().__init__(1, name="lift")  # a GPU's has one stream, and waits for it
         self._arena, self._hbm, self._settled = arena, hbm, settled
         self._queue: tuple[int, CudaEvent] | None = None  # a stream, and the event behind its last copy
-        # One thread launches on one stream, and waits for it.
-        self._copier = Copier(1 if hbm.device is not None else threads, name="lift")
         self._lost: set[Turn] = set()  # of which the GPU cannot report whether a copy has ended
-        self._counting = Lock()
         self.moved_bytes = 0  # of every piece that was copied, also for grants that failed
 
     def lift(self, order: Settle) -> None:
         """Starts copying, in turn between grants."""
         turn, report = (order.session, order.grant), partial(self._ended, order)
-        self._copier.add(CopyWork(turn=turn, pieces=self._pieces(order), cancel=CancelWord(), report=report))
-
-    def cancel(self, session: int, grant: int) -> None:
-        """Stops at the next piece; the grant reports nevertheless. A grant that has ended is ignored."""
-        self._copier.stop(session, grant)
-
-    async def close(self) -> None:
-        """Stops copying, and returns once nothing is copied."""
-        await self._copier.close()
+        self.add(CopyWork(turn=turn, pieces=self._pieces(order), cancel=CancelWord(), report=report))
 
     def _pieces(self, order: Settle) -> Iterator[tuple[int, Piece]]:
         for part, target in zip(order.parts, order.targets, strict=True):
@@ -70,8 +59,7 @@ class HbmCopier:
     def _piece(self, order: Settle, target: Pool, source: Pool, targets: Int64s, sources: Int64s) -> int:
         """In the copier's thread; counts what has moved."""
         self._copy(order, target, source, targets, sources)
-        with self._counting:
-            self.moved_bytes += len(targets) * target.layout.row_bytes
+        self.moved_bytes += len(targets) * target.layout.row_bytes  # one thread copies
         return 0
 
     def _copy(self, order: Settle, target: Pool, source: Pool, targets: Int64s, sources: Int64s) -> None:

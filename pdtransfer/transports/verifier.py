@@ -16,6 +16,7 @@ from ..layout.layout import Component
 from ..layout.plan import pieces_of
 from .copier import CANCELLED, PIECE_BYTES, Copier, CopyWork, Piece, Settled
 
+_THREADS = 2
 _LINES_MAX = 256  # components whose Lines are cached
 
 
@@ -33,13 +34,13 @@ def _pieces(address: int, rows: Sequence[tuple[Lines, Int64s]], cancel: CancelWo
             yield PIECE_BYTES, partial(summed, lines, piece)
 
 
-class Verifier:
+class Verifier(Copier):
     """Reads an arena that is mapped at `address` until after close. Make it on the loop's thread."""
 
-    def __init__(self, address: int, settled: Settled, *, threads: int = 2) -> None:
+    def __init__(self, address: int, settled: Settled) -> None:
+        super().__init__(_THREADS, name="verify")
         self._address, self._settled = address, settled
         self._native = asyncio.get_running_loop().run_in_executor(None, checksum_copy.native)  # may compile
-        self._copier = Copier(threads, name="verify")
         self._lines: dict[Component, Lines] = {}
 
     def verify(self, order: Settle) -> None:
@@ -53,15 +54,11 @@ class Verifier:
             turn=(order.session, order.grant), pieces=_pieces(self._address, rows, cancel), cancel=cancel,
             report=lambda work: self._settled(order, work.checksum, work.text), byte_count=byte_count,
         )  # fmt: skip
-        self._copier.add(reading, here=self._native.done())
-
-    def cancel(self, session: int, grant: int) -> None:
-        """Stops reading this grant at its next rows; it reports nevertheless. A grant that has ended is ignored."""
-        self._copier.stop(session, grant)
+        self.add(reading, here=self._native.done())
 
     async def close(self) -> None:
         """Stops reading, and returns once nothing of the arena is read."""
-        await self._copier.close()
+        await super().close()
         await self._native
 
     def _lines_of(self, component: Component) -> Lines:

@@ -142,7 +142,7 @@ class HeldCopies:
             self.orders.append(order)
 
         monkeypatch.setattr(HbmCopier, "lift", hold)
-        monkeypatch.setattr(HbmCopier, "cancel", lambda _copier, _session, _grant: None)
+        monkeypatch.setattr(HbmCopier, "stop", lambda _copier, _session, _grant: None)
 
     def slots_of(self, first: int, end: int) -> set[int]:
         """The first slots of the buffer's extents that these orders read."""

@@ -88,9 +88,9 @@ def test_a_copy_that_is_stopped_ends_after_its_piece_and_is_reported(by: str, mo
         rows = ComponentRows(Component("kv", "hbm", 1, Span(), source.layout), 0, EXTENTS)
         up.lift(Settle(1, 2, 3, (rows,), (rows,)))
         await until(begun.is_set)
-        up.cancel(1, 3)  # there is no such grant
+        up.stop(1, 3)  # there is no such grant
         if by == "cancel":
-            up.cancel(1, 2)
+            up.stop(1, 2)
         closing = asyncio.create_task(up.close() if by == "close" else until(lambda: texts))
         await asyncio.sleep(0.05)
         assert not closing.done(), "a row is being written"

@@ -36,6 +36,7 @@ from ..handoff.prefill.sessions import PrefillSessions
 from ..handoff.sharing import Replicas, holds_of
 from ..layout.layout import Component
 from ..threads import in_thread
+from ..transports.base import WriterCalls
 from ..transports.copier import CANCELLED
 from ..transports.device_events import Event, EventQueue, GateEvent
 from ..transports.options import WriterOptions, of_node
@@ -75,7 +76,7 @@ class PrefillNode:
         self._loop, self._clock = asyncio.get_running_loop(), LoopClock.among_peers(settings.limits.ping_ms)
         self.transport = PrefillTransports(
             tuple(components), of_node(writer or WriterOptions(), settings.guard, self._keep_line),
-            wrote=self._wrote, spans=spans, lost=self._end_writer, wake_hint=self._wake_hint,
+            WriterCalls(self._wrote, self._end_writer, self._wake_hint), spans,
         )  # fmt: skip
         holds = holds_of(components, settings.ranks, replicas or {})
         identity = settings.identity("prefill", holds, self.transport.taken)

@@ -7,7 +7,7 @@ carry out what sessions decide. No error code of a vendor leaves a transport.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..handoff.effects import Map, Outcome, Write
 from ..handoff.slot_allocator import Extents
@@ -31,8 +31,15 @@ them, and while it is in flight."""
 
 Ready = Callable[[int], None]
 LostArena = Callable[[int, str], None]
-LostWriter = Callable[[int], None]
 Components = tuple[Component, ...]
+
+
+class WriterCalls(NamedTuple):
+    """What a writer calls."""
+
+    wrote: Wrote
+    lost: Callable[[int], None] = lambda _: None  # for a session that can write no more, and is to be fenced
+    wake_hint: WakeHint = lambda _: None
 
 
 class WriterTransport(Protocol):
@@ -154,19 +161,11 @@ class Transport(Protocol):
         ...
 
     def writer(
-        self,
-        components: Components,
-        options: WriterOptions,
-        *,
-        gpu: WriterGpu | None,
-        wrote: Wrote,
-        lost: LostWriter,
-        wake_hint: WakeHint,
+        self, components: Components, options: WriterOptions, gpu: WriterGpu | None, calls: WriterCalls
     ) -> WriterTransport:
         """Makes the prefill side, on the loop's thread, for a pool that stays mapped until after close.
 
-        `gpu` is that of `options`. `wrote` gets the end of each write. `lost` is called for a session that can write
-        no more, and is to be fenced.
+        `gpu` is that of `options`.
         """
         ...
 

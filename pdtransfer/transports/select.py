@@ -21,7 +21,7 @@ from ..handoff.slot_allocator import Extents
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..wire import Identity, Reach, split_key
-from .base import ArenaTransport, Ready, WakeHint, WriterTransport, Wrote
+from .base import ArenaTransport, Ready, WriterCalls, WriterTransport
 from .gpu_launcher import WriterGpu, prepare_copies
 from .options import ArenaOptions, Network, WriterOptions
 from .registry import TRANSPORTS, check
@@ -201,25 +201,15 @@ class PrefillTransports(_NodeTransports[WriterTransport]):
         self,
         components: tuple[Component, ...],
         options: WriterOptions,
-        *,
-        wrote: Wrote,
+        calls: WriterCalls,
         spans: Spans | None = None,
-        lost: Callable[[int], None] = lambda _: None,
-        wake_hint: WakeHint = lambda _: None,
     ) -> None:
-        """`wrote` gets the end of each write, `spans` each launch of a GPU. `lost` is called for a session that can
-        write no more, and is to be fenced; `wake_hint` as in WakeHint."""
+        """`spans` gets each launch of a GPU."""
         check(options.transport, options.network)
         super().__init__(taken(options.transport, loopback=options.network.loopback), options.network)
         gpu = self._gpu = None if options.device is None else WriterGpu(options.device, spans)
-        self._make = {
-            name: partial(
-                TRANSPORTS[name].writer, components, options, gpu=gpu, wrote=wrote, lost=lost, wake_hint=wake_hint
-            )
-            for name in self.taken
-        }
-        self._loop, self._closing = asyncio.get_running_loop(), False
-        self._wrote = wrote
+        self._make = {name: partial(TRANSPORTS[name].writer, components, options, gpu, calls) for name in self.taken}
+        self._loop, self._closing, self._wrote = asyncio.get_running_loop(), False, calls.wrote
 
     def prepare(self) -> None:
         """As prepare_copies, before the engine computes: the first session would have to wait for it. What fails here

@@ -12,7 +12,7 @@ from functools import partial
 
 from ...memory.arena_memory import ArenaMemory
 from ...probe import Probe
-from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport, Wrote
+from ..base import ArenaTransport, Components, LostArena, WriterCalls, WriterTransport
 from ..gpu_launcher import WriterGpu
 from ..options import ArenaOptions, Network, WriterOptions
 from .library import Library
@@ -40,19 +40,12 @@ class EngineTransport:
         return EngineArena(self._library, memory, options.network, hbm_direct=hbm_direct, lost=lost)
 
     def writer(
-        self,
-        components: Components,
-        options: WriterOptions,
-        *,
-        gpu: WriterGpu | None,
-        wrote: Wrote,
-        lost: LostWriter,
-        wake_hint: WakeHint,
+        self, components: Components, options: WriterOptions, gpu: WriterGpu | None, calls: WriterCalls
     ) -> WriterTransport:
         from .writer import EngineWriter
 
-        del wake_hint  # its writes wait for no gate
-        return EngineWriter(self._library, components, options, wrote, gpu=gpu, lost=lost)
+        # No wake_hint: its writes wait for no gate.
+        return EngineWriter(self._library, components, options, calls.wrote, gpu=gpu, lost=calls.lost)
 
     def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
         from .probes import engine_ports

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ...memory.arena_memory import ArenaMemory
 from ...probe import Probe
-from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport, Wrote
+from ..base import ArenaTransport, Components, LostArena, WriterCalls, WriterTransport
 from ..gpu_launcher import WriterGpu
 from ..options import ArenaOptions, Network, WriterOptions
 from .arena import ShmArena
@@ -36,17 +36,10 @@ class ShmTransport:
         )
 
     def writer(
-        self,
-        components: Components,
-        options: WriterOptions,
-        *,
-        gpu: WriterGpu | None,
-        wrote: Wrote,
-        lost: LostWriter,
-        wake_hint: WakeHint,
+        self, components: Components, options: WriterOptions, gpu: WriterGpu | None, calls: WriterCalls
     ) -> WriterTransport:
-        del lost  # this process is the only writer
-        return ShmWriter(components, options, wrote, gpu=gpu, wake_hint=wake_hint)
+        # No session is lost: this process is the only writer.
+        return ShmWriter(components, options, calls.wrote, gpu=gpu, wake_hint=calls.wake_hint)
 
     def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
         del ports

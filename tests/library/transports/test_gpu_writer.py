@@ -731,7 +731,7 @@ async def test_a_node_does_what_its_core_wants_done_about_a_write_that_is_near(
     monkeypatch.setattr(node.core, "wake_hint", lambda *of: [Send("d", Granted(*of))])
     monkeypatch.setattr(node.bus, "send", lambda *given: sent.append(given))
     both = Pair(arena, directory)
-    node.transport._make["shm"].keywords["wake_hint"](both.write(EVERY[:9], EVERY[:9], grant=1))
+    node.transport._make["shm"].args[3].wake_hint(both.write(EVERY[:9], EVERY[:9], grant=1))
     assert sent == [("d", Granted(WRITER, 1))]
     await until(lambda: bool(both.ended))
     await both.close()

@@ -15,14 +15,13 @@ import uvloop
 
 from pdtransfer.errors import ConfigError, TransportError
 from pdtransfer.handoff.effects import Outcome
-from pdtransfer.layout.layout import Component
 from pdtransfer.limits import TRANSPORTS_MAX
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.probe import Probe, ok
 from pdtransfer.serve.commands.doctor import probes
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.transports import registry, select
-from pdtransfer.transports.base import Wrote
+from pdtransfer.transports.base import Components, WriterCalls
 from pdtransfer.transports.mooncake import MooncakeLibrary
 from pdtransfer.transports.nixl import NixlLibrary
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
@@ -153,12 +152,10 @@ class Carrier:
         self.owner.offer, self.owner.close = offered, close
         return self.owner
 
-    def writer(
-        self, components: tuple[Component, ...], options: WriterOptions, *, wrote: Wrote, **_: Any
-    ) -> FakeWriter:
+    def writer(self, components: Components, options: WriterOptions, _: Any, calls: WriterCalls) -> FakeWriter:
         byte_count = max(each.layout.end for each in components)
         pool = np.ctypeslib.as_array((ctypes.c_uint8 * byte_count).from_address(options.pool_address))
-        return FakeWriter(self.owner, components, pool, wrote, outcome=Outcome.LANDED)
+        return FakeWriter(self.owner, components, pool, calls.wrote, outcome=Outcome.LANDED)
 
     def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
         return (Probe("carrier", lambda _: ok(f"awake, {len(ports)} ranges")),)

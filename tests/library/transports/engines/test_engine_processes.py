@@ -699,7 +699,7 @@ async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
 
 @pytest.mark.parametrize("transport", ["shm", "mooncake"])
 async def test_a_writer_that_closes_maps_nothing_more(transport: Any) -> None:
-    made = select.PrefillTransports((latent("layer_first", 1),), WriterOptions(transport=transport), wrote=ignore_end)
+    made = select.PrefillTransports((), WriterOptions(transport=transport), select.WriterCalls(ignore_end))
     await made.close()
     with pytest.raises(TransportError, match="closing"):
         await made.map(to_map(1, replace(REACH, transport=transport), (latent("page_first", 1),)))
@@ -719,7 +719,9 @@ async def test_an_arena_that_closes_starts_no_engine_for_a_session_that_comes_me
 
 async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody() -> None:
     async with both() as it:
-        made = select.PrefillTransports((it.target,), WriterOptions(transport="mooncake"), wrote=ignore_end)
+        made = select.PrefillTransports(
+            (it.target,), WriterOptions(transport="mooncake"), select.WriterCalls(ignore_end)
+        )
         await made.map(to_map(SESSION, await it.owner.offer(SESSION), (it.target,)))
         made.unmap(SESSION)
         assert await made.fence(SESSION)

@@ -48,11 +48,11 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
 def export(memory: GpuMemory) -> Handle:
     """Names a GPU's memory to other processes. Raises WorldError for memory in several allocations, and for such as
     has no handle, as that of an allocator which maps it piece by piece (torch with expandable_segments)."""
-    here = gpus.gpu_at(memory.device)
-    base, whole = here.range_of(memory.address)
+    gpu = gpus.gpu_at(memory.device)
+    base, whole = gpu.range_of(memory.address)
     if memory.address - base + memory.byte_count > whole:
         raise WorldError(f"it lies in several allocations, the first has {whole} bytes")
-    return Handle("gpu", memory.byte_count, memory.address - base, here.uuid, here.ipc_handle(base))
+    return Handle("gpu", memory.byte_count, memory.address - base, gpu.uuid, gpu.ipc_handle(base))
 
 
 class Opened:

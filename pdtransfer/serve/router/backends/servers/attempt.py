@@ -7,7 +7,6 @@ import logging
 import re
 import secrets
 import time
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -58,7 +57,7 @@ class Relay:
     """As AnswerStream: a request, and its attempts one after the other. `begin` comes first. A stream that began with
     prefill's first token goes on behind it with decode's, and is tried again as long as decode's has not begun.
 
-    `replace` makes that of one choice, which shares `computed` and `kept` with those of the others.
+    `replace` makes that of one choice, which shares `computed` with those of the others.
     """
 
     request: ServerRequest
@@ -69,7 +68,7 @@ class Relay:
     metrics: ServerMetrics
     early: bool = False  # prefill may answer before decode, where the dialect has that
     computed: asyncio.Event = field(default_factory=asyncio.Event)  # set when prefill has answered
-    kept: Counter[str] = field(default_factory=Counter[str])  # bytes to be joined, by their servers' role
+    choices: int = 1  # of its whole request, which share the bound of what is kept to be joined
     shown: EarlyToken | None = field(default=None, init=False)  # what the client has of an earlier attempt
     length: int | None = field(default=None, init=False)
     events: bool = field(default=False, init=False)
@@ -176,7 +175,7 @@ class Attempt:
         self._computed = b""  # prefill's answer, where it has a part of the whole one
         self._reported = None if pair.prefill is None else self._dialect.prompt_figures(b"")
         self._behind = b""  # what may be the begin of a figure of the prompt
-        self._kept = Counter[str]()  # of this attempt, as `Relay.kept`
+        self._bytes_max = HTTP_BODY_BYTES_MAX // relay.choices if self._joins else None
         self.headers, self.length, self.events = dict[str, str](), None, False
 
     async def begin(self) -> None:
@@ -206,10 +205,9 @@ class Attempt:
         prefill, decode = self.pair.prefill, self.pair.decode
         assert prefill is not None
         assert self._prefill is not None
-        self._keep(decode, len(self._first))
         async with self._upstream.waiting(decode):
-            whole = await self._upstream.whole(decode, response, kept=self._keep)
-            answer = self._checked(self._first + whole.body)
+            whole = await self._upstream.whole(decode, response, self._bytes_max, begin=self._first)
+            answer = self._checked(whole.body)
         await self._prefill
         try:
             self._first = self._dialect.joined(self._computed, answer)
@@ -217,17 +215,6 @@ class Attempt:
             text = f"{prefill.name}: its answer does not fit that of {decode.name}: {error}"
             raise AttemptFailedError(text, Cause.BREACH, (prefill,)) from None
         self.length = len(self._first)
-
-    def _keep(self, server: Server, byte_count: int) -> None:
-        """Counts what is kept until both answers are joined. Raises AttemptFailedError beyond the bound of all choices
-        together."""
-        if not self._joins:
-            return
-        self._kept[server.role] += byte_count
-        self._relay.kept[server.role] += byte_count
-        if self._relay.kept[server.role] > HTTP_BODY_BYTES_MAX:
-            text = f"{server.role}'s are larger than {HTTP_BODY_BYTES_MAX} bytes together"
-            raise AttemptFailedError(f"the answers to its choices do not fit: {text}", Cause.BREACH, (), again=False)
 
     @property
     def begun(self) -> bool:
@@ -306,7 +293,6 @@ class Attempt:
     def close(self, *, complete: bool) -> None:
         """As AnswerStream.close. If decode may not have its KV, both servers are notified."""
         self.pair.decode.unfinished -= self._request.answers
-        self._relay.kept -= self._kept
         if not complete:
             if not self.begun or not (self._prefill is None or self._prefill.done()):
                 self._give_up()
@@ -448,7 +434,7 @@ class Attempt:
                 asyncio.timeout(upstream.limits.room_deadline_ms / 1e3),
                 await upstream.post(server, order, self._request.headers) as response,
             ):
-                answer = await upstream.whole(server, response, kept=self._keep)
+                answer = await upstream.whole(server, response, self._bytes_max)
             if answer.status != 200:
                 failed = refused((server,), answer)
                 failed.again = failed.again or self._may_be_longer(server, answer.status)

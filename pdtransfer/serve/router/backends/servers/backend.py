@@ -231,7 +231,9 @@ class Servers:
     async def answer(self, request: ServerRequest, client: ClientRequest) -> Relay | Choices:
         """Tries pairs of servers until an answer has begun."""
         early = self._config.stream_from == "prefill"
-        relay = Relay(request, client, self.pool, self.upstream, self._dialect, self.metrics, early)
+        relay = Relay(
+            request, client, self.pool, self.upstream, self._dialect, self.metrics, early, choices=request.choices
+        )
         of_choice = self._dialect.apart(request)
         answer = relay if of_choice is None else Choices(relay, of_choice)
         await answer.begin()

@@ -156,19 +156,17 @@ class Upstream:
         self,
         server: Server,
         response: aiohttp.ClientResponse,
+        bytes_max: int | None = None,
         *,
-        kept: Callable[[Server, int], None] | None = None,
+        begin: bytes = b"",
     ) -> WholeAnswer:
-        """Reads an answer to its end. Raises AttemptFailedError for one that is too large. `kept` gets the length of
-        each piece, and may raise it too."""
-        body = bytearray()
+        """Reads an answer of which `begin` was read to its end. Raises AttemptFailedError for one that is too large."""
+        body, bytes_max = bytearray(begin), bytes_max or HTTP_BODY_BYTES_MAX
         async for piece in response.content.iter_any():
             body += piece
-            if len(body) > HTTP_BODY_BYTES_MAX:
-                text = f"{server.name}: the answer is larger than {HTTP_BODY_BYTES_MAX} bytes"
+            if len(body) > bytes_max:
+                text = f"{server.name}: the answer is larger than {bytes_max} bytes"
                 raise AttemptFailedError(text, Cause.BREACH, (server,), again=False)
-            if kept is not None:
-                kept(server, len(piece))
         return WholeAnswer(response.status, end_to_end(response.headers), bytes(body))
 
     def notify(self, server: Server, order: ServerOrder, request: ServerRequest) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from pdtransfer.serve.commands.flags import Json, counted
+from pdtransfer.serve.settings.node import Json, counted
 from pdtransfer.transports.registry import TRANSPORTS, check_name
 
 from ..bench.models import BenchModel

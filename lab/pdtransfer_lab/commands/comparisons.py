@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from pdtransfer.serve.commands.flags import Json, counted
+from pdtransfer.serve.settings.node import Json, counted
 
 from ..bench.fleets.requests import option
 from ..bench.report import show

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from pdtransfer.errors import ConfigError
-from pdtransfer.serve.commands.flags import FLAT, Json, counted
+from pdtransfer.serve.settings.node import FLAT, Json, counted
 
 from ..replay.prompts import VOCABULARY, PromptKind
 from .replay_config import FleetConfig, TraceConfig, target_of

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -20,13 +21,17 @@ from ... import __version__
 from ...environment import PREFIX
 from ...errors import ConfigError, PDTransferError, missing_extra
 from ..process import logs
+from ..settings.node import FLAT
 from ..settings.router import RouterConfig
-from .flags import FLAT
 from .installed import add_installed
-from .settings_sources import nearest, sources, warn_of_unknown
+from .settings_sources import COMMANDS, nearest, settings_of, sources, warn_of_unknown
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 SERVED_AT = {"--listen", "--http", "--host", "--port"}  # where HTTP is served: the router, daemons, other servers
+SAME = (  # names of one thing, here and in `vllm serve` and SGLang's servers
+    SERVED_AT, {"--tp-size", "--tp", "--tensor-parallel-size"}, {"--pp-size", "--pp", "--pipeline-parallel-size"},
+    {"--model", "--model-path", "--served-model-name"}, {"--router", "--url"},
+)  # fmt: skip
 
 app = App(
     name="pdtransfer",
@@ -116,12 +121,15 @@ def _line(error: Exception) -> str:
 
 
 def _unknown(error: UnknownOptionError) -> str:
-    """Names the option that is meant: the command's own for where HTTP is served, or the nearest."""
+    """Names the option that is meant: the command's own for the same thing or the nearest, and who else has it."""
     option = (error.token.keyword or error.token.value).partition("=")[0]
     names = [name for argument in error.argument_collection if argument.parse for name in argument.names]
-    served = next((name for name in names if option in SERVED_AT and name in SERVED_AT), "")
-    near = f"{served} HOST:PORT" if served else nearest(option, names)
-    return f"Unknown option: {option}." + (f" Did you mean {near}?" if near else "")
+    same = next((name for words in SAME if option in words for name in names if name in words), "")
+    near = f"{same} HOST:PORT" if same in SERVED_AT else same or nearest(option, names)
+    field = option.removeprefix("--").replace("-", "_")
+    others = [command for command in COMMANDS if any(other.name == field for other in fields(settings_of(command)))]
+    elsewhere = f" It is a flag of {', '.join(others)}." if others else ""
+    return f"Unknown option: {option}.{elsewhere}" + (f" Did you mean {near}?" if near else "")
 
 
 def _print_error(text: str, status: int) -> int:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from ...environment import without_collection
 from ..process import logs
+from ..settings.node import FLAT
 from ..settings.worker import DecodeConfig, PrefillConfig
 from .demo_config import DemoConfig
-from .flags import FLAT
 from .settings_sources import warn_of_unknown
 
 

@@ -19,9 +19,9 @@ from ...environment import complete_environment, pip_install
 from ...probe import KERNEL, Probe, Seen, State, missing, warn
 from ...transports.options import Network
 from ...transports.registry import TRANSPORTS
+from ..settings.node import Json
 from ..settings.worker import PrefillConfig
 from . import engine_facts
-from .flags import Json
 from .probes import builds, cards, host, kernel, network
 
 VENV = complete_environment()

@@ -14,7 +14,7 @@ from ...kernels.compiled import KERNELS, compiler, machine_code
 from ...kernels.driver import count
 from ...kernels.gpu import gpu_at
 from ...kernels.ring import lanes
-from .flags import Json
+from ..settings.node import Json
 
 kernels = App(name="kernels", help="The kernels that run on a GPU.")
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from .flags import Json, counted
+from ..settings.node import Json, counted
 
 
 def timeline(

@@ -16,7 +16,7 @@ from ...errors import ConfigError, WorldError
 from ..process.logs import printable
 from ..router.fleet.admin import read_token
 from ..router.fleet.status import WorkerStatus
-from .flags import Json
+from ..settings.node import Json
 from .http_client import HttpClient
 from .top_view import worker_lines
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from cyclopts import Group, Parameter
+from cyclopts.validators import Number
 
 from ...bounds import check_limits, match
 from ...bus.keys import Address, check_exposure
@@ -40,6 +41,13 @@ def flag(text: str) -> Parameter:
     return Parameter(help=text)
 
 
+def counted(text: str) -> Parameter:
+    """A flag that counts something; `text` is its help."""
+    return Parameter(help=text, validator=Number(gte=1, lte=1 << 30))
+
+
+FLAT = Parameter(name="*")
+Json = Annotated[bool, Parameter(help="Print one JSON object.")]
 _LIMITS = Group("Limits", help="Meanings and reasons: proto/v1/README.md.")
 NODE_NAME = Parameter(help="Name among peers; by default role-host-pid.", show_default=False)
 

@@ -60,9 +60,13 @@ class Target:
     copied_up: bool
 
     def locate(self, address: int) -> tuple[int, Memory]:
-        """As Locate."""
-        start = self.arena.mapping.address
-        return (start, "dram") if start <= address < start + self.arena.byte_count else (self.base, self.memory)
+        """As Locate. Raises ConfigError for a buffer that is in neither memory."""
+        start, hbm = self.arena.mapping.address, self.arena.hbm
+        if start <= address < start + self.arena.byte_count:
+            return start, "dram"
+        if hbm is None or not hbm.address <= address < hbm.address + hbm.byte_count:
+            raise ConfigError(f"KV cache: a buffer at {address:#x} is where no peer can write: {_MENDED_BY}")
+        return self.base, self.memory
 
 
 class CacheMemory:
@@ -89,6 +93,14 @@ class CacheMemory:
         self._pooled = PooledTensors(backing, self._sizes.__contains__)
         return self._pooled
 
+    @property
+    def pooled_extent(self) -> Extent | None:
+        """Where the engine's tensors of these `sizes` are, if they are in one allocation."""
+        if self._pooled is None:
+            return None
+        backing, first = self._pooled.backing, self._pooled.backing.data_ptr()
+        return Extent(first, first + len(backing), backing.device.index)
+
     def pooled_later(self) -> AbstractContextManager[object]:
         """A context in which the engine allocates what is left of the `sizes`: in the same allocation, if there is
         one."""
@@ -99,9 +111,8 @@ class CacheMemory:
         """A context in which the engine allocates its cache on a card in one allocation, and one tensor of `byte_count`
         bytes on the CPU `beside` it, which it registers with the card itself. It is backed at the end: the engine may
         look first whether there is memory for it. Raises as `beside`."""
-        on_card = self.pooled_on(device)
-        first = on_card.backing.data_ptr()
-        extent = Extent(first, first + len(on_card.backing), device.index)
+        on_card, extent = self.pooled_on(device), self.pooled_extent
+        assert extent is not None
         host = self.beside(extent, byte_count, host_buffer_gib=host_buffer_gib, registered_by_engine=True)
         with on_card, PooledTensors(host, [byte_count].__contains__):
             yield

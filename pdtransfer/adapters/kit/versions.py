@@ -62,6 +62,7 @@ SGLANG_SINCE = {
     "defers_releases": Since("0.5.23"),
     "decode_stages": Since("0.5.23", lacks="`--pp-size` on decode"),  # earlier versions have not been tried
     "cached_beginnings": Since("0.5.23", lacks="`--enable-hierarchical-cache` on decode"),
+    "device_pages": Since("0.5.23", lacks="`--enable-hisparse` with DeepSeek V4, and with a drafter that has KV"),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from http import HTTPStatus
 from itertools import islice
 from typing import Any
@@ -86,6 +87,7 @@ def exceeds_capacity(original: Any, queue: Any, req: Any) -> bool:
 def pop_admitted(original: Any, queue: Any, *given: Any, **named: Any) -> Any:
     """What is admitted now. Where the first request does not fit and none was admitted, which SGLang counts within one
     call alone, those behind it that fit pass it, as many of them on each rank: nothing here depends on a clock."""
+    original = partial(_pop_with_hisparse, original) if queue.scheduler.enable_hisparse else original
     admitted, failed = original(queue, *given, **named)
     first, *behind = waiting(queue) or [None]
     may_pass = not admitted and queue.pp_size == 1 and not given and not named
@@ -100,6 +102,17 @@ def pop_admitted(original: Any, queue: Any, *given: Any, **named: Any) -> Any:
         queue.pdtransfer_passed = first.rid, passed
     _log(queue, first is not None)
     return admitted, failed
+
+
+def _pop_with_hisparse(original: Any, queue: Any, *given: Any, **named: Any) -> Any:
+    """What SGLang admits. Where some KV stays on the device it passes the device's pages beside the host's, and checks
+    by its name that the backend takes both: its own Mooncake backend, or this one. The call has no other use of it."""
+    ours = queue.transfer_backend
+    try:
+        queue.transfer_backend = utils.TransferBackend.MOONCAKE
+        return original(queue, *given, **named)
+    finally:
+        queue.transfer_backend = ours
 
 
 def _log(queue: Any, waits: bool) -> None:

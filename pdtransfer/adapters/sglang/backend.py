@@ -35,6 +35,7 @@ from .decode import ReceivingSide
 from .options import ELSEWHERE, check_options, speculation
 from .peers import check_room, rank_fields, sources_of
 from .pools import (
+    KV,
     MINIMAX_INDEX,
     OPAQUE,
     HeadCounts,
@@ -77,6 +78,8 @@ class Manager(dialect.KVManager):
         self._draft_config: Any = None
         self._speculation = speculation(server_args, partial(self._learn_drafter, server_args))
         drop_empty_states(args)
+        # Whether layers keep a row for several tokens, as DeepSeek V4's do.
+        self._is_compressed = bool(getattr(args, "mla_compression_ratios", None))
         super().__init__(args, mode, server_args, is_mla_backend)
         if self.system_dp_size > 1 and self.attn_dp_size == 1:
             # Data parallel engines without DP attention. SGLang's sender compares this rank with that of the room, and
@@ -136,12 +139,12 @@ class Manager(dialect.KVManager):
 
     def _pools(self, locate: Locate) -> KVPools:
         args = self.kv_args
-        with_hisparse = get_memory().enable_hisparse
-        if with_hisparse and self._is_compressed:
-            raise ConfigError("enable_hisparse: SGLang hands DeepSeek V4's KV to it with its Mooncake backend alone")
-        if with_hisparse and MINIMAX_INDEX in {str(kind.value) for kind in args.state_types}:
+        described = pools(args, self._model(), locate, kv=kv_buffers(args), states=state_buffers(args))
+        if get_memory().enable_hisparse and MINIMAX_INDEX in {part.name for part in described.states}:
             raise ConfigError("enable_hisparse: MiniMax's sparse KV is not supported with it")
-        return pools(args, self._model(), locate, kv=kv_buffers(args), states=state_buffers(args))
+        if get_memory().enable_hisparse and len(described.kv) > 1:
+            dialect.require("device_pages", "enable_hisparse", "pages of the device beside the host's")
+        return described
 
     def _memory(self) -> tuple[CacheMemory, Extent]:
         memory = process.memory or CacheMemory(self.kv_args.kv_data_lens)
@@ -178,7 +181,10 @@ class Manager(dialect.KVManager):
             components += pools(args, self._model(), target.locate, kv=host, states=()).components
             self.supports_host_destination = True
         rank = self._rank(memory, extent)
-        client = rank.decode(components, target, enable_hisparse=self.supports_host_destination)
+        client = rank.decode(
+            components, target, enable_hisparse=self.supports_host_destination,
+            open_ended=[KV] if self._is_compressed and get_memory().enable_hisparse else [],
+        )  # fmt: skip
         first = secrets.randbits(20)
         if self.pp_size > 1:
             first = get_parallel().pp_group.broadcast_object(first, src=0)
@@ -212,11 +218,6 @@ class Manager(dialect.KVManager):
         """The same by the names that peers see where one differs."""
         rows = "pages" if has_rows_of_pages(self.kv_args) else "tokens"
         return named_facts(self._facts(), rows=rows, engine=f"SGLang {version('sglang')}")
-
-    @property
-    def _is_compressed(self) -> bool:
-        """Whether the model's layers keep a row for several tokens, as DeepSeek V4's do."""
-        return bool(getattr(self.kv_args, "mla_compression_ratios", None))
 
     @property
     def _cache_dtype(self) -> str:
@@ -419,7 +420,8 @@ class Receiver(dialect.KVReceiver):
 
     def send_metadata(
         self, kv_indices: Any, aux_index: int | None = None, state_indices: Any = None,
-        decode_prefix_len: int | None = None, destination: Any = dialect.KVTransferDestination.DEVICE, **_: Any,
+        decode_prefix_len: int | None = None, destination: Any = dialect.KVTransferDestination.DEVICE,
+        device_kv_indices: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         """The request has its pages: they may be written from now on."""
         if self.bootstrap_infos is None:
@@ -431,6 +433,7 @@ class Receiver(dialect.KVReceiver):
             self.kv_mgr.receiving.expect(
                 self.bootstrap_room, kv_indices, prefix=decode_prefix_len or 0, states=state_indices or [],
                 aux_index=aux_index, sources=sources, host=destination == dialect.KVTransferDestination.HOST,
+                device_pages=device_kv_indices,
             )  # fmt: skip
         except (LocalProtocolError, RequestError) as error:
             self.kv_mgr.refuse([self.bootstrap_room], f"its hand-off is refused: {error}")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...client.api import Cause, DecodeClient, KVPoll, RoomDrained, RoomFailed, RoomReady
 from ...errors import LocalProtocolError
 from ..kit.ends import FailuresInARow
-from .pools import CachePart, KVPools
+from .pools import KV, CachePart, KVPools
 from .rooms import Change, Uses
 
 Indices = NDArray[np.integer]
@@ -60,14 +60,23 @@ class ReceivingSide:
         aux_index: int,
         sources: Sequence[str],
         host: bool = False,
+        device_pages: Indices | None = None,
     ) -> None:
         """Asks the prefill ranks at `sources` for the tokens behind `prefix`, into `pages` and the indices of each
-        state; with `host` into those of the host pools. Raises LocalProtocolError for what does not fit: the request
-        fails at these ranks as well."""
+        state; with `host` into those of the host pools. With HiSparse `pages` are the host's, and `device_pages` those
+        of all KV but the first component. Raises LocalProtocolError for what does not fit: the request fails at these
+        ranks as well."""
         room = self._uses.room(bootstrap_room)
-        tokens = prefix + len(pages) * self._pools.page_size
+        of_device = pages if device_pages is None else device_pages
+        tokens = prefix + len(of_device) * self._pools.page_size
         try:
-            slots = {part.name: self._rows(part, tokens, pages) for part in self._pools.kv}
+            # A page of a few tokens without a compressed row has no host page.
+            if (missing := len(of_device) - len(pages)) not in (0, 1):
+                raise LocalProtocolError(f"{KV}: {len(pages)} host pages, beside {len(of_device)} pages of the device")
+            pages = np.append(pages, np.full(missing, -1))
+            slots = {
+                part.name: self._rows(part, tokens, pages if part.name == KV else of_device) for part in self._pools.kv
+            }
             slots |= {
                 part.name: self._rows(part, tokens, np.empty(0, np.int64) if indices is None else indices)
                 for part, indices in zip(self._pools.states, states, strict=True)

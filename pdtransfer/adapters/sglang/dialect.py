@@ -45,14 +45,15 @@ def check_features(server_args: Any) -> None:
     """Raises ConfigError for what this version cannot hand over, though later ones can."""
     decodes = server_args.disaggregation_mode == "decode"
     if drafter_with_kv(server_args):
-        _require("draft_buffers", "speculative_algorithm", "the buffers of a draft model")
+        require("draft_buffers", "speculative_algorithm", "the buffers of a draft model")
     if server_args.pp_size > 1 and decodes:
-        _require("decode_stages", "pp_size", "to each stage of a decode engine how a request has ended")
+        require("decode_stages", "pp_size", "to each stage of a decode engine how a request has ended")
     if server_args.enable_hierarchical_cache and decodes:
-        _require("cached_beginnings", "enable_hierarchical_cache", "a request whose cached beginning cannot be loaded")
+        require("cached_beginnings", "enable_hierarchical_cache", "a request whose cached beginning cannot be loaded")
 
 
-def _require(name: str, option: str, missing: str) -> None:
+def require(name: str, option: str, missing: str) -> None:
+    """Raises ConfigError for what this version does not report, though later ones do."""
     if name not in HAS:
         first = SGLANG_SINCE[name].text
         raise ConfigError(f"{option}: SGLang {_VERSION} does not report {missing}; {first} is the first that does")

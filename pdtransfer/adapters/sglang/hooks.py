@@ -124,26 +124,31 @@ def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
         process.first_layer = dialect.first_layer(result.token_to_kv_pool)  # prefill does not ask for it
     if _receives_on_host():
         pool = result.token_to_kv_pool
-        has_states = hasattr(pool, "get_state_buf_infos")
-        infos = [dialect.buffer_infos(pool), *([pool.get_state_buf_infos()] if has_states else [])]
+        states = "get_state_buf_infos", "get_request_state_buf_infos"
+        infos = [dialect.buffer_infos(pool), *(getattr(pool, name)() for name in states if hasattr(pool, name))]
         buffers = [Buffers(*info) for info in infos]
         process.memory = process.memory or CacheMemory(
             [size for pool_buffers in buffers for size in pool_buffers.byte_counts]
         )
-        process.extent = extent_of(buffers, configurator.gpu_id if configurator.device == "cuda" else None)
+        device, compressed = configurator.gpu_id if configurator.device == "cuda" else None, hasattr(pool, "c4_kv_pool")
+        process.extent = extent_of(buffers, device)
+        if compressed or process.draft_runners:  # more of the cache than these buffers is named later
+            process.extent = process.memory.pooled_extent or process.extent
+        process.host_tensors = pool.c4_kv_pool.layer_num if compressed else 1
     return result
 
 
 def _allocate(original: Any, allocator: Any, dims: Any, dtype: Any, device: str = "cpu") -> Any:
     """The host pool is made, where peers can write; a second one, as of sliding windows, elsewhere."""
-    memory, extent = process.memory, process.extent
-    if memory is None or extent is None or memory.has_beside() or not _receives_on_host():
+    memory, extent, count = process.memory, process.extent, process.host_tensors
+    if memory is not None and extent is not None and not memory.has_beside() and _receives_on_host():
+        byte_count, host_buffer_gib = math.prod(dims) * dtype.itemsize, process.settings().host_buffer_gib
+        beside = memory.beside(extent, byte_count * count, host_buffer_gib=host_buffer_gib)
+        process.host_memory = list(beside.view(count, byte_count))
+    if not process.host_memory:
         return original(allocator, dims, dtype=dtype, device=device)
-    host_buffer_gib = process.settings().host_buffer_gib
-    beside = memory.beside(extent, math.prod(dims) * dtype.itemsize, host_buffer_gib=host_buffer_gib)
-    tensor = beside.view(dtype).view(dims)
     allocator.dims, allocator.dtype = dims, dtype
-    return tensor
+    return process.host_memory.pop(0).view(dtype).view(dims)
 
 
 def _cuda_host_register(original: Any, buffer: Any, *args: Any) -> None:

@@ -50,8 +50,12 @@ ELSEWHERE = "it failed at another rank of its decode engine"
 
 
 def check_options(server_args: Any) -> None:
-    """Raises ConfigError for what loads a request at one stage of a decode engine when the others do not know it."""
-    if server_args.pp_size > 1 and server_args.disaggregation_mode == "decode":
+    """Raises ConfigError for what loads a request at one stage of a decode engine when the others do not know it, and
+    for a prefill engine whose requests have pages that its cache on the device has not."""
+    if server_args.disaggregation_mode == "prefill":
+        if server_args.enable_hisparse:
+            raise ConfigError("enable_hisparse: prefill cannot hand over from its host pool: use it on decode alone")
+    elif server_args.pp_size > 1:
         for option in ("enable_hierarchical_cache", "enable_hisparse"):
             if getattr(server_args, option):
                 raise ConfigError(f"{option}: stages of a decode engine do not agree yet when a request is loaded")

@@ -8,7 +8,8 @@ sliding window; or SGLang's own items, one for a page or one for a request. Line
 DeepSeek V4's KV cache is compressed: a layer keeps a row for 4 tokens, with an index of such rows, or a row for 128,
 and beside either the tokens that wait for their row. SGLang lists its buffers by these kinds. A page of them holds
 values apart from scales, and is padded. So an item is a whole page. The last one is transferred whole, however few of
-its tokens the request has.
+its tokens the request has. Decode's HiSparse has C4's rows in host memory, in pages of their own, and the rest on the
+device: so they are two components.
 
 MiniMax's sparse attention has an index of keys, and SGLang hands over the layers without one, with both their K and V,
 as a second state. In NVFP4 a page of any of these buffers holds values apart from scales, and is an item as well.
@@ -24,16 +25,17 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...layout.layout import DTYPE_BYTES, Component, Plane
-from ...limits import AUX_BYTES_MAX, COMPONENTS_MAX
+from ...limits import AUX_BYTES_MAX
 from ..kit.cache_memory import Extent, Target
 from ..kit.kinds import CacheKind, Heads, Locate, Memory, StatePart, state_planes
 from .states import LINEAR, Sections, item_parts
 
 Named = tuple[str, int]  # what a buffer has, and its layer
 
-KV = "kv"  # the component of what every token has
-DRAFT_KV = "kv_draft"  # likewise, of a drafter whose heads are not its model's
-OF_KV = KV, DRAFT_KV
+KV = "kv"  # the component of what every token has; with HiSparse it lands in host memory
+DEVICE_KV = "kv_device"  # likewise, of what DeepSeek V4's HiSparse leaves on the device
+DRAFT_KV = "kv_draft"  # likewise, of a drafter
+OF_KV = KV, DEVICE_KV, DRAFT_KV
 
 OPAQUE = "uint8"  # bytes that only SGLang understands
 DRAFT_LAYER = 0x8000  # the first layer of a draft model, whose buffers follow the model's own
@@ -94,8 +96,8 @@ class CachePart:
 
 
 class KVPools:
-    """The components: first the KV cache, unless no layer of a pipeline stage has any, and that of a drafter with other
-    heads; then the states in SGLang's order. They are added one after another, of planes that it makes."""
+    """The components: first the KV cache, unless no layer of a pipeline stage has any, and that of a drafter; then the
+    states in SGLang's order. They are added one after another, of planes that it makes."""
 
     def __init__(self, model: HeadCounts, locate: Locate, page_size: int) -> None:
         self._model, self._locate, self.page_size = model, locate, page_size
@@ -128,23 +130,15 @@ class KVPools:
         self.parts.append(CachePart(component, kind))
 
     def add_kv(self, kv: Buffers, layers: Sequence[int], drafts: int) -> None:
-        """The KV cache, whose last buffers are a drafter's: a component of its own if its heads are not the model's,
-        since what a rank holds of a component is one range of heads."""
+        """The KV cache, whose last buffers are a drafter's: a component of its own, which may have other heads than the
+        model's and, with HiSparse, other pages."""
         model, layer_count = self._model, len(kv.addresses) - drafts
-        planes = self.planes_of(KV, kv.part(0, layer_count), layers, model.heads, latent=model.latent)
+        of_model, of_drafter = kv.part(0, layer_count), kv.part(layer_count, len(kv.addresses))
+        self.add(KV, _TOKENS, self.planes_of(KV, of_model, layers, model.heads, latent=model.latent), of_model)
         if drafts:
             heads, latent = (model.drafter, model.latent_drafter) if model.drafter else (model.heads, model.latent)
-            of_drafter = kv.part(layer_count, len(kv.addresses))
             numbers = range(DRAFT_LAYER, DRAFT_LAYER + drafts)
-            draft_planes = self.planes_of(DRAFT_KV, of_drafter, numbers, heads, latent=latent)
-            same_total = (heads.total, latent) == (model.heads.total, model.latent)
-            if not same_total or draft_planes[0].head_count != planes[0].head_count:
-                self.add(KV, _TOKENS, planes, kv.part(0, layer_count))
-                self.add(DRAFT_KV, _TOKENS, draft_planes, of_drafter)
-                return
-            del self.replicas[DRAFT_KV]
-            planes += draft_planes
-        self.add(KV, _TOKENS, planes, kv)
+            self.add(DRAFT_KV, _TOKENS, self.planes_of(DRAFT_KV, of_drafter, numbers, heads, latent=latent), of_drafter)
 
     def planes_of(
         self, name: str, buffers: Buffers, layers: Sequence[int], heads: Heads, *, latent: bool
@@ -199,11 +193,16 @@ class KVPools:
                 raise ConfigError(
                     f"{name}: {len(buffers.addresses)} buffers are not {wanted}, as DeepSeek V4's layers have"
                 )
+            if not kinds:
+                return
             # SGLang rounds each kind up by itself: all of them have the pages that its allocator hands out.
             slots = min(count // item for count, item in zip(buffers.byte_counts, buffers.item_bytes, strict=True))
             self.add(name, kind, self.items(buffers, kinds, 0), buffers, slots)
 
-        add(KV, _SAME_PAGES, kv, _kinds_of(ratios, ("c4", 4), ("c4_index", 4), ("c128", 128)))
+        fours = ratios.count(4)
+        add(KV, _SAME_PAGES, kv.part(0, fours), _kinds_of(ratios, ("c4", 4)))
+        of_device = kv.part(fours, len(kv.addresses))
+        add(DEVICE_KV, _SAME_PAGES, of_device, _kinds_of(ratios, ("c4_index", 4), ("c128", 128)))
         for name, buffers in states:
             count, kind = len(buffers.addresses), _COMPRESSED_KINDS[name]
             if name != WINDOW:
@@ -259,7 +258,7 @@ def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: 
 
     `args` are SGLang's KVArgs. Raises ConfigError, with the reason, for a cache that cannot be transferred.
     """
-    _check(args, states)
+    _check(args)
     ranks = model.heads.ranks
     described = KVPools(model, locate, int(args.page_size))
     if ratios := _ratios(args):
@@ -291,11 +290,9 @@ def _kinds_of(ratios: Sequence[int], *kinds: tuple[str, int]) -> list[Named]:
     return [(kind, layer) for kind, ratio in kinds for layer, layer_ratio in enumerate(ratios) if layer_ratio == ratio]
 
 
-def _check(args: Any, states: Sequence[Buffers]) -> None:
+def _check(args: Any) -> None:
     if (aux_bytes := sum(args.aux_item_lens)) > AUX_BYTES_MAX:
         raise ConfigError(f"metadata of a request: {aux_bytes} bytes, must be at most {AUX_BYTES_MAX}")
-    if 1 + len(states) > COMPONENTS_MAX:
-        raise ConfigError(f"KV cache: {len(states)} states, must be at most {COMPONENTS_MAX - 1}")
     compressed = bool(_ratios(args))
     known = _COMPRESSED_KINDS if compressed else KINDS
     kinds = _kinds(args)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
+import torch
+
 from ...environment import sglang_settings
 from ...errors import ConfigError
 from ..kit.cache_memory import CacheMemory, Extent
@@ -14,6 +16,8 @@ from ..kit.settings import Settings
 
 memory: CacheMemory | None = None  # of the KV cache, once SGLang has allocated it
 extent: Extent | None = None  # where the cache is, if host memory has to be set aside beside it
+host_tensors = 1  # of equal sizes, that SGLang makes its host pool of
+host_memory: list[torch.Tensor] = []  # for those of them that it has not made yet
 draft_runners: Sequence[Any] = ()  # SGLang's, of draft models whose caches it allocates after the model's
 draft_scope: Callable[[], AbstractContextManager[object]] = nullcontext  # in which it does so
 pool_config: Any = None  # from which it derives the sizes of all these caches

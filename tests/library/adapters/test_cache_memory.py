@@ -119,12 +119,16 @@ def test_layers_in_one_piece_on_the_cpu_are_the_arena() -> None:
 def test_layers_on_the_cpu_with_host_memory_beside_them_land_there_first() -> None:
     """As on a GPU, of which peers cannot write: the engine's layers are in one piece, which is not an arena."""
     memory, made = made_in_one_piece(Caches("cpu"), torch.device("cpu"), has_beside=True)
-    extent = Extent(made[0].data_ptr(), made[2].data_ptr() + SIZE)
     assert [each.storage_offset() for each in made] == [0, SIZE, 2 * SIZE]
+    extent = Extent(made[0].data_ptr(), made[2].data_ptr() + SIZE)
+    assert memory.pooled_extent == extent
     host = memory.beside(extent, SIZE)
     target = memory.target(extent)
     assert (target.memory, target.copied_up) == ("hbm", True)
     assert [target.locate(each.data_ptr())[1] for each in (made[2], host)] == ["hbm", "dram"]
+    for address in (extent.first - 1, extent.end):
+        with pytest.raises(ConfigError, match=f"^KV cache: a buffer at {address:#x} is where no peer can write: "):
+            target.locate(address)
 
 
 @pytest.mark.parametrize("has_beside", [False, True], ids=["in the arena", "on a device"])

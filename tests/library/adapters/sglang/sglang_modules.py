@@ -121,6 +121,7 @@ class ServerArgs:
     def __init__(self, speculative_algorithm: str | None = None, **more: Any) -> None:
         self.speculative_algorithm = speculative_algorithm
         self.enable_hierarchical_cache, self.disaggregation_mode, self.pp_size = False, "decode", 1
+        self.enable_hisparse = False
         vars(self).update(more)
 
 

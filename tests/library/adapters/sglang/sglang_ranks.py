@@ -51,6 +51,11 @@ class Pool:
             self.arrays[name] = raw[at : at + sizes[name]].view(dtype).reshape(shape)
             at += sizes[name]
 
+    def to_host(self, memory: Callable[[int], np.ndarray]) -> None:
+        """The model's KV is in host memory from now on, as with HiSparse."""
+        kv = self.kv
+        self.arrays["kv"] = memory(kv.nbytes).view(kv.dtype).reshape(kv.shape)
+
     @property
     def kv(self) -> np.ndarray:
         """(kinds, layers, slots, heads, width)."""
@@ -100,7 +105,7 @@ def stage_of(kv_layers: Sequence[int], state_layers: Sequence[int]) -> type[Pool
     return StagePool
 
 
-RATIOS = [0, 4, 128, 4]
+RATIOS, HOST_PAGES = [0, 4, 128, 4], 50
 
 
 class CompressedPool(Pool):
@@ -112,11 +117,11 @@ class CompressedPool(Pool):
     ) -> None:
         pages, fours, wides = SLOTS // page_size, RATIOS.count(4), RATIOS.count(128)
         self.shapes = {
-            "kv": [(fours, pages + 3, 72), (fours, pages + 3, 24), (wides, pages + 9, 8)],
+            "kv": [(fours, pages + 3, 72)], "kv_device": [(fours, pages + 3, 24), (wides, pages + 9, 8)],
             "swa": [(len(RATIOS), pages, 104), (fours, pages + 1, 48), (fours, pages + 1, 16)],
             "swa_draft": [(1, pages, 104)], "c128_state": [(wides, REQUESTS, 64)],
         }  # fmt: skip
-        wanted = {name: self.shapes[name] for name in ("kv", *states)}
+        wanted = {name: self.shapes[name] for name in ("kv", "kv_device", *states)}
         byte_count = sum(int(np.prod(shape)) for shapes in wanted.values() for shape in shapes)
         raw = np.zeros(byte_count, np.uint8) if raw is None else raw[:byte_count]
         self.raw, self.page_size, self.states = raw, page_size, list(states)
@@ -129,8 +134,13 @@ class CompressedPool(Pool):
                     self.items[name].append(raw[at : at + int(np.prod(item))].reshape(item))
                     at += int(np.prod(item))
 
+    def to_host(self, memory: Callable[[int], np.ndarray]) -> None:
+        """The rows of 4 are, in pages of their own."""
+        shape = len(self.items["kv"]), HOST_PAGES, 72
+        self.items["kv"] = list(memory(int(np.prod(shape))).reshape(shape))
+
     def _buffers(self, name: str) -> Buffers:
-        items = self.items[name]
+        items = self.items["kv"] + self.items["kv_device"] if name == "kv" else self.items[name]
         return Buffers(
             [each.ctypes.data for each in items], [each.nbytes for each in items], [len(each[0]) for each in items]
         )
@@ -226,11 +236,13 @@ def slots_of(pages: Any, page_size: int) -> np.ndarray:
 @contextmanager
 def world(
     *, prefill_tp: int = 1, prefill_dp: int = 1, decode_tp: int = 1, prefill_page: int = 4, decode_page: int = 4,
-    states: Sequence[str] = (), latent: bool = False, host: bool = False, copied_up: bool = False, seed: int = 1,
+    states: Sequence[str] = (), latent: bool = False, host: bool = False, copied_up: bool = False,
+    hisparse: bool = False, seed: int = 1,
     decode_weights: bytes = b"w", pool_type: type[Pool] = Pool,
     prefill_stages: Sequence[type[Pool]] = (), decode_stages: Sequence[type[Pool]] = (),
 ) -> Iterator[World]:  # fmt: skip
-    """Engines of this many tensor parallel ranks, and this many of prefill; with `host`, decode has a host pool too.
+    """Engines of this many tensor parallel ranks, and this many of prefill; with `host`, decode has a host pool too,
+    and with `hisparse` its KV, or some of it, in host memory alone.
     The `stages` are the pools of an engine's pipeline stages, if it has several, of one rank each."""
     random = np.random.default_rng(seed)
     options: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
@@ -254,11 +266,13 @@ def world(
         for index in range(len(decode_stages) or decode_tp):
             ranks, decode_pool = placed(index, decode_tp, decode_stages, pool_type)
             shape = decode_page, HEADS // decode_tp, states, latent
-            if host or copied_up:
+            if host or copied_up or hisparse:
                 pool = decode_pool(None, *shape)
                 memory = CacheMemory([len(pool.raw)])
                 extent = extent_of([kv_buffers(pool.args), *state_buffers(pool.args)], None)
                 host_pool = decode_pool(memory.beside(extent, len(pool.raw)).numpy(), *shape) if host else None
+                if hisparse:
+                    pool.to_host(lambda size, memory=memory, extent=extent: memory.beside(extent, size).numpy())
                 target = memory.target(extent)
                 arena, locate = target.arena, target.locate
             else:
@@ -273,6 +287,7 @@ def world(
             client = stack.enter_context(DecodeClient(
                 NodeSettings(node=f"d{index}", ranks=ranks, **options | {"weights": decode_weights}), components, arena,
                 engine_slots=True, prefix_cache=False, enable_hisparse=host, verify=True,
+                open_ended=["kv"] if hisparse else [],
             ))  # fmt: skip
             aux: dict[int, bytes] = {}
             side = ReceivingSide(client, described, Uses(99), put_aux=aux.__setitem__, aux_bytes=128, time_left_s=600.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,26 @@ def test_what_sglang_refuses_or_has_taken_back_is_sglangs_to_end(admission: Any)
     queue.token_to_kv_pool_allocator.prealloc_ceiling_fits = lambda *_: True  # its parts share their bytes
     assert not admission.exceeds_capacity(lambda *_: False, queue, req)
     assert (req.aborted, back.aborted, queue.streamed) == (None, None, [])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_with_hisparse_sglang_may_name_pages_of_the_device_too(
+    admission: Any, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compares the backend's name with its own Mooncake backend's, in the call that names them alone."""
+    monkeypatch.setattr(admission.utils, "TransferBackend", SimpleNamespace(MOONCAKE="mooncake"), raising=False)
+    queue, seen = Queue(request("a", 1)), list[str]()
+    queue.scheduler.enable_hisparse, queue.transfer_backend = True, "pdtransfer"  # type: ignore[attr-defined]
+
+    def named(queue: Any, *given: Any) -> Any:
+        seen.append(queue.transfer_backend)
+        if fails:
+            raise RuntimeError("SGLang fails")
+        return queue.admit(*given)
+
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        assert admission.pop_admitted(named, queue) == (["a"], [])
+    assert (seen, queue.transfer_backend) == (["mooncake"], "pdtransfer")  # type: ignore[attr-defined]
 
 
 def test_with_hisparse_the_hosts_pool_counts(admission: Any) -> None:

@@ -10,9 +10,11 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer import KVPoll
-from pdtransfer.adapters.sglang.pools import DRAFT_LAYER, KVPools, kv_buffers, pools, state_buffers
-from pdtransfer.errors import ConfigError
+from pdtransfer.adapters.kit.cache_memory import CacheMemory
+from pdtransfer.adapters.sglang.pools import DRAFT_LAYER, KVPools, extent_of, kv_buffers, pools, state_buffers
+from pdtransfer.errors import ConfigError, LocalProtocolError
 from pdtransfer.wire import Ranks
+from tests.library.adapters.sglang.sglang_modules import ROOM, DisaggregationMode, ServerArgs, with_stand_ins
 from tests.library.adapters.sglang.sglang_ranks import AUX, SLOTS, CompressedPool, Rank, World, model_of, world
 from tests.support.covered import check_covered
 
@@ -36,7 +38,8 @@ def test_each_kind_of_buffer_is_planes_of_its_layers() -> None:
         component.name: [(plane.kind, plane.layer) for plane in component.layout.planes] for component in components
     }
     assert kinds == {
-        "kv": [("c4", 1), ("c4", 3), ("c4_index", 1), ("c4_index", 3), ("c128", 2)],
+        "kv": [("c4", 1), ("c4", 3)],
+        "kv_device": [("c4_index", 1), ("c4_index", 3), ("c128", 2)],
         "swa": [
             *(("window", layer) for layer in range(4)),
             ("c4_state", 1), ("c4_state", 3), ("c4_index_state", 1), ("c4_index_state", 3),
@@ -47,7 +50,7 @@ def test_each_kind_of_buffer_is_planes_of_its_layers() -> None:
     # A row is an item. Those that only some kinds have are nobody's.
     pages = SLOTS // 4
     assert [(component.span.kind, component.tokens_per_row, component.layout.slots) for component in components] == [
-        ("all", 4, pages + 3), ("all", 4, pages), ("once", 1, 6), ("all", 4, pages),
+        ("all", 4, pages + 3), ("all", 4, pages + 3), ("all", 4, pages), ("once", 1, 6), ("all", 4, pages),
     ]  # fmt: skip
     for component in components:
         for index, (plane, items) in enumerate(zip(component.layout.planes, pool.items[component.name], strict=True)):
@@ -67,9 +70,10 @@ def test_any_prefill_ranks_share_what_a_decode_rank_has(sizes: tuple[int, int]) 
         ((), {"mla_compression_ratios": [0, 1, 2, 4]}, "compression by 1, 2 is not supported; must be 0, 4, 128"),
         (
             (), {"mla_compression_ratios": [4, 4, 128, 4]},
-            "kv: 5 buffers are not 3 of c4 and 3 of c4_index and 1 of c128, as DeepSeek V4's layers have",
+            "kv_device: 2 buffers are not 3 of c4_index and 1 of c128, as DeepSeek V4's layers have",
         ),
-        (("swa",), {"mla_compression_ratios": [4, 4, 4, 4]}, "kv: 5 buffers are not"),
+        (("swa",), {"mla_compression_ratios": [4, 4, 4, 4]}, "kv_device: 1 buffers are not 4 of c4_index"),
+        ((), {"kv_data_ptrs": [1], "kv_data_lens": [72], "kv_item_lens": [72]}, "kv: 1 buffers are not 2 of c4, as"),
         (("c128_state",), {"state_types": ["swa_ring"]}, "state swa_ring: is not supported; must be one each of c128_"),
         (("c128_state",), {"state_types": ["swa"]}, "swa: 1 buffers are not 2 of c4_state and 2 of c4_index_state"),
         (("swa", "swa_draft", "swa_draft"), {}, "state swa: is not supported"),
@@ -109,8 +113,64 @@ def test_pages_and_states_are_sent_by_their_own_indices(sizes: tuple[int, int], 
         made.push(7, [2], first_page=1, aux=AUX, states=ours)
         made.until(7, KVPoll.SUCCESS)
         assert landed(made.prefill, made.decode, "kv", [5, 2], [1, 8])
+        assert landed(made.prefill, made.decode, "kv_device", [5, 2], [1, 8])
         assert landed(made.prefill, made.decode, "swa", [6, 1], [3, 0])
         assert landed(made.prefill, made.decode, "c128_state", *(([4], [2]) if waiting else ([], [])))
+
+
+@pytest.mark.parametrize(
+    ("host", "device"), [([40, 31], [1, 8]), ([40], [1, 8]), ([], [1])],
+    ids=["as many pages", "no row of 4 in the last page", "no row of 4 at all"],
+)  # fmt: skip
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+def test_with_hisparse_rows_of_4_land_in_host_pages_and_the_rest_on_the_device(
+    sizes: tuple[int, int], host: list[int], device: list[int]
+) -> None:
+    """SGLang allocates a host page once a row of it is complete."""
+    options: dict[str, Any] = {"states": STATES, "latent": True, "pool_type": CompressedPool, "hisparse": True}
+    with world(prefill_tp=sizes[0], decode_tp=sizes[1], **options) as made:
+        source = [5, 2][: len(device)]
+        given = {"device_pages": np.array(device), "states": [np.array([3]), np.array([2])]}
+        made.hand_over(7, source=source, target=host, decode=given, states=[np.array([6]), np.array([4])])
+        assert {part.component.name: part.component.memory for part in made.decode[0].side._pools.parts} == {
+            "kv": "dram", "kv_device": "hbm", "swa": "hbm", "c128_state": "hbm",
+        }  # fmt: skip
+        assert landed(made.prefill, made.decode, "kv", source[: len(host)], host)
+        assert landed(made.prefill, made.decode, "kv_device", source, device)
+        assert landed(made.prefill, made.decode, "swa", [6], [3])
+        assert landed(made.prefill, made.decode, "c128_state", [4], [2])
+
+
+def test_decodes_receiver_takes_pages_of_the_host_and_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the plugin's own manager: the last page has no row of 4."""
+    backend = with_stand_ins("backend", monkeypatch, enable_hisparse=True, device="cpu")
+    monkeypatch.setattr(backend.dialect, "require", lambda *_: None)
+    pool, refused = CompressedPool(None, 4), list[str]()
+    memory, extent = CacheMemory([len(pool.raw)]), extent_of([kv_buffers(pool.args)], None)
+    pool.to_host(lambda size: memory.beside(extent, size).numpy())
+    monkeypatch.setattr(backend.process, "memory", memory)
+    monkeypatch.setattr(backend.process, "extent", extent)
+    for name, does in {
+        "_facts": lambda _: {"cache": "uint8"}, "_shown_facts": lambda _: {}, "sources_of": lambda *_: ["tcp://[::1]:1"],
+        "_start_heartbeat_checker_thread": lambda _: None, "record_failure": lambda *given: refused.append(given[-1]),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(backend.Manager, name, does, raising=False)
+    server_args = ServerArgs(enable_hisparse=True, served_model_name="m")
+    manager = backend.Manager(pool.args, DisaggregationMode.DECODE, server_args)
+    try:
+        for host in ([40, 31], [40]):
+            receiver = backend.Receiver(manager, "host:1", ROOM)
+            receiver.send_metadata(np.array(host), 3, device_kv_indices=np.array([1, 8, 2]))
+    finally:
+        manager.close()
+    assert refused == ["its hand-off is refused: kv: 1 host pages, beside 3 pages of the device"]
+
+
+@pytest.mark.parametrize("host", [[40], [40, 31, 2, 3]], ids=["too few", "too many"])
+@pytest.mark.given(states=STATES, latent=True, pool_type=CompressedPool, hisparse=True)
+def test_host_pages_of_another_number_are_refused(engines: World, host: list[int]) -> None:
+    with pytest.raises(LocalProtocolError, match=rf"^kv: {len(host)} host pages, beside 3 pages of the device$"):
+        engines.expect(7, host, device_pages=np.array([1, 8, 2]), states=[np.array([3]), np.array([2])])
 
 
 @pytest.mark.given(states=STATES, latent=True, pool_type=CompressedPool)

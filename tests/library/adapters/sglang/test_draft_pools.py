@@ -42,7 +42,10 @@ def make(configurator: Configurator, *, sizes: int, **_: object) -> Any:
         torch.zeros(sizes * configurator.layer_bytes, dtype=torch.int8, device="cpu")
         for _ in range(configurator.layer_count)
     ]
-    return SimpleNamespace(layers=layers, req_to_token_pool=None, token_to_kv_pool_allocator=None)
+    pool = SimpleNamespace(c4_kv_pool=SimpleNamespace(layer_num=2))
+    return SimpleNamespace(
+        layers=layers, token_to_kv_pool=pool, req_to_token_pool=None, token_to_kv_pool_allocator=None
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -90,6 +93,28 @@ def test_a_drafters_layers_lie_behind_the_models(hooks: Any, monkeypatch: pytest
     assert [layer.data_ptr() - first for layer in layers] == [0, SIZE, 2 * SIZE]
     assert process.memory is not None
     assert process.memory.target(Extent(first, first + 3 * SIZE)).memory == "dram"
+
+
+def test_with_hisparse_peers_can_write_each_tensor_of_the_host_and_a_drafters_layers(
+    hooks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host pool is one tensor for each layer of 4, as DeepSeek V4's."""
+    monkeypatch.setattr(hooks["modules"], "_receives_on_host", lambda: True)
+    monkeypatch.setattr(hooks["modules"].dialect, "check_features", lambda _: None)
+    monkeypatch.setattr(hooks["modules"].dialect, "buffer_infos", lambda _: ([0], [0], [0]))
+    for name in ("extent", "host_tensors", "host_memory"):
+        monkeypatch.setattr(process, name, getattr(process, name))
+    drafter = Configurator(1, is_draft_worker=True)
+    layers = started(hooks, ServerArgs("EAGLE"), worker_of(drafter), drafter)
+    own = torch.zeros(8, dtype=torch.uint8)
+    hosts = [hooks["allocate"](lambda *_, **__: own, SimpleNamespace(), (8, 64), torch.uint8) for _ in range(3)]
+    assert hosts[2] is own
+    assert process.memory is not None
+    assert process.extent is not None
+    target = process.memory.target(process.extent)
+    memories = [target.locate(tensor.data_ptr() + tensor.nbytes - 1)[1] for tensor in (*layers, *hosts[:2])]
+    assert memories == ["hbm", "hbm", "hbm", "dram", "dram"]
+    assert hosts[1].data_ptr() - hosts[0].data_ptr() == hosts[0].nbytes == 512
 
 
 @pytest.mark.parametrize(("drafter", "has_scope"), [("DFLASH", True), ("EAGLE", False)])

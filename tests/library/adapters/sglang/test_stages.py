@@ -22,7 +22,11 @@ from tests.library.adapters.sglang.sglang_ranks import stage_of, world
 @pytest.mark.parametrize("option", ["enable_hierarchical_cache", "enable_hisparse"])
 def test_what_loads_a_request_at_one_stage_alone_is_refused(option: str) -> None:
     options = {"enable_hierarchical_cache": False, "enable_hisparse": False}
-    for changed in ({}, {option: True, "pp_size": 1}, {option: True, "disaggregation_mode": "prefill"}):
+    for changed in (
+        {},
+        {option: True, "pp_size": 1},
+        {"enable_hierarchical_cache": True, "disaggregation_mode": "prefill"},
+    ):
         check_options(ServerArgs(**{"pp_size": 2} | options | changed))
     with pytest.raises(ConfigError, match=f"{option}: stages of a decode engine do not agree yet"):
         check_options(ServerArgs(**{"pp_size": 2} | options | {option: True}))

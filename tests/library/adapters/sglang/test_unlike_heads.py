@@ -91,6 +91,17 @@ def test_the_heads_of_a_drafter_land_at_the_ranks_that_have_them(
                 assert np.array_equal(landed[:, :, slots_of([3, 1], 8)], numbers[:, :, slots_of([5, 1, 9, 2], 4)])
 
 
+def test_with_hisparse_a_drafters_kv_lands_in_pages_of_the_device() -> None:
+    with world(pool_type=drafted(HEADS, (1, 1)), hisparse=True) as engines:
+        [prefill], [decode] = engines.prefill, engines.decode
+        engines.hand_over(7, source=[5, 9], target=[3, 20], decode={"device_pages": np.array([8, 1])})
+        for name, pages in (("kv", [3, 20]), ("draft", [8, 1])):
+            landed, computed = decode.pool.arrays[name], prefill.pool.arrays[name]
+            assert landed[:, :, slots_of(pages, 4)].tobytes() == computed[:, :, slots_of([5, 9], 4)].tobytes()
+            landed[:, :, slots_of(pages, 4)] = 0
+            assert not landed.any()
+
+
 @pytest.mark.parametrize(("latent", "total", "numbers"), [(False, 4, 8), (False, 8, 4), (True, 8, 8), (True, 2, 8)])
 @pytest.mark.parametrize(("prefill", "decode"), SIZES)
 def test_each_head_of_a_drafter_has_one_sender(

@@ -2,13 +2,15 @@
 environment, without a server: its attention needs a GPU.
 
     python -m tests.engines.sglang_compressed_pools '{"page_size": 256, "fp4_indexer": false, "draft": true}'
+
+With "hisparse" in the place of "draft" decode's rows of 4 are in SGLang's host pool, under the plugin's hooks.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from sglang.srt import runtime_context
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.mem_cache.common import kv_to_page_indices
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
 from sglang.srt.server_args import ServerArgs
 
 from pdtransfer.adapters.kit.kinds import Heads
@@ -36,18 +39,30 @@ class CompressedEngine(Engine):
 
     layer_count, window, model = len(RATIOS), WINDOW, HEADS
 
-    def __init__(self, seed: int, page_size: int, requests: int, *, draft: bool) -> None:
-        super().__init__(
-            seed, page_size, requests,
-            lambda: (pool_of(RATIOS, page_size, requests), pool_of([0], page_size, requests) if draft else None),
-        )  # fmt: skip
+    def __init__(
+        self, seed: int, page_size: int, requests: int, *, draft: bool = False, hisparse: bool = False
+    ) -> None:
+        def made() -> tuple[Any, Any]:
+            pool = pool_of(RATIOS, page_size, requests, hisparse=hisparse)
+            return pool, pool_of([0], page_size, requests) if draft else None
+
+        super().__init__(seed, page_size, requests, made, hisparse=hisparse)
         full_to_window = torch.zeros((PAGES + 1) * page_size, dtype=torch.int64)
         for pool in (self.pool, self.draft):
             if pool is not None:
                 pool.register_mapping(full_to_window)
 
+    def host_pool(self) -> Any:
+        """As SGLang's coordinator of HiSparse makes it, which needs CUDA itself."""
+        device = self.pool.c4_kv_pool
+        return DeepSeekV4PagedHostPool(
+            pool_name="c4", device_buffers=device.kv_buffer, item_bytes=device.bytes_per_page_padded,
+            num_host_pages=PAGES + 1, slot_page_size=device.page_size, layout="layer_first",
+        )  # fmt: skip
+
     def tensors(self) -> list[torch.Tensor]:
-        return [*_tensors(self.pool), *([] if self.draft is None else _tensors(self.draft))]
+        host = [] if self.host is None else self.host.kv_buffer
+        return [*host, *_tensors(self.pool), *([] if self.draft is None else _tensors(self.draft))]
 
     def place(self, tokens: int) -> int:
         """The window's pages are in any order too."""
@@ -59,6 +74,15 @@ class CompressedEngine(Engine):
         for page_of_full, page in zip(full[::-1], window, strict=False):
             first = int(page_of_full) * self.page_size
             mapping[first : first + self.page_size] = torch.arange(page * self.page_size, (page + 1) * self.page_size)
+        if self.host is not None:  # as decode's `_pre_alloc` does
+            self.host.clear()
+            self.host.free_slots = self.host.free_slots.view(-1, self.host.page_size)[
+                torch.from_numpy(self.random.permutation(PAGES + 1))
+            ].view(-1)
+            self.host_slots.fill_(-1)
+            self.host_lengths.zero_()
+            slots = self.host.alloc_paged_token_slots(self.host_slots, self.host_lengths, request, 0, tokens // 4)
+            self.host_pages = kv_to_page_indices(slots, self.host.page_size)
         return request
 
     def state_indices(self, request: int, prefix: int, tokens: int) -> dict[Any, Any]:
@@ -74,12 +98,15 @@ class CompressedEngine(Engine):
         for layer, ratio in enumerate(RATIOS):
             positions = np.arange(max(first, tokens - WINDOW), tokens)
             window = pool.translate_loc_from_full_to_swa(self.at(request, positions))
-            yield f"window of layer {layer}", packed(pool.swa_kv_pool, layer, window)
+            yield f"window of layer {layer}", packed(pool.swa_kv_pool, pool.swa_kv_pool.kv_buffer[layer], window)
             if not ratio:
                 continue
             compressed = self.at(request, np.arange(first // ratio * ratio + ratio - 1, tokens, ratio)) // ratio
             _, number, of_ratio = pool.layer_mapping[layer]
-            yield f"c{ratio} of layer {layer}", packed(of_ratio, number, compressed)
+            kept = of_ratio.kv_buffer[number], compressed
+            if self.host is not None and ratio == 4:
+                kept = self.host.kv_buffer[number], self.host_slots[request, first // 4 : tokens // 4]
+            yield f"c{ratio} of layer {layer}", packed(of_ratio, *kept)
             states = pool.get_attention_compress_states(layer)
             if ratio == 128:
                 waiting = torch.arange(tokens // 128 * 128, tokens)
@@ -94,17 +121,27 @@ class CompressedEngine(Engine):
         if self.draft is not None:
             positions = np.arange(max(first, tokens - WINDOW), tokens)
             window = pool.translate_loc_from_full_to_swa(self.at(request, positions))
-            yield "window of the draft model", packed(self.draft.swa_kv_pool, 0, window)
+            yield (
+                "window of the draft model",
+                packed(self.draft.swa_kv_pool, self.draft.swa_kv_pool.kv_buffer[0], window),
+            )
 
 
-def check_names(pool: Any, components: Sequence[Any], base: int) -> None:
+def check_names(engine: CompressedEngine, components: Sequence[Any], bases: Mapping[str, int]) -> None:
     """Each plane of the model's is the buffer in which SGLang keeps this kind and layer."""
-    planes = {(plane.kind, plane.layer): base + plane.base for each in components for plane in each.layout.planes}
+    pool = engine.pool
+    planes = {
+        (plane.kind, plane.layer): bases[each.memory] + plane.base
+        for each in components
+        for plane in each.layout.planes
+    }
     wanted: dict[tuple[str, int], torch.Tensor] = {}
     for layer, ratio in enumerate(RATIOS):
         wanted["window", layer] = pool.get_swa_raw_buffer(layer)
         if ratio:
-            wanted[f"c{ratio}", layer] = pool.get_extra_key_buffer(layer)
+            on_host = ratio == 4 and engine.host is not None
+            of_host = engine.host.kv_buffer[pool.layer_mapping[layer][1]] if on_host else None
+            wanted[f"c{ratio}", layer] = pool.get_extra_key_buffer(layer) if of_host is None else of_host
             wanted[f"c{ratio}_state", layer] = pool.get_attention_compress_states(layer).kv_score_buffer.kv_score
         if ratio == 4:
             wanted["c4_index", layer] = pool.get_index_k_with_scale_buffer(layer)
@@ -116,10 +153,11 @@ def check_names(pool: Any, components: Sequence[Any], base: int) -> None:
         raise SystemExit(f"{sorted(planes)} are no buffers of SGLang's")
 
 
-def pool_of(ratios: list[int], page_size: int, requests: int) -> Any:
+def pool_of(ratios: list[int], page_size: int, requests: int, *, hisparse: bool = False) -> Any:
     full = PAGES * page_size
     return DeepSeekV4TokenToKVPool(
-        max_num_reqs=requests, num_req_slots=requests, swa_size=WINDOW_PAGES * page_size, c4_size=full // 4,
+        max_num_reqs=requests, num_req_slots=requests, swa_size=WINDOW_PAGES * page_size,
+        c4_size=full // 4 // (2 if hisparse else 1), enable_hisparse=hisparse,
         c128_size=full // 128, c4_state_pool_size=WINDOW_PAGES * 8, c128_state_pool_size=requests * 128,
         page_size=page_size, swa_page_size=page_size, sliding_window=WINDOW, dtype=torch.float8_e4m3fn,
         c4_state_dtype=torch.float32, c128_state_dtype=torch.float32, qk_nope_head_dim=448, qk_rope_head_dim=64,
@@ -128,11 +166,12 @@ def pool_of(ratios: list[int], page_size: int, requests: int) -> Any:
     )  # fmt: skip
 
 
-def packed(pool: Any, layer: int, slots: torch.Tensor) -> NDArray[np.uint8]:
-    """Rows of a paged pool as SGLang's kernels address them: values, and behind all values of the page the scales."""
+def packed(pool: Any, buffer: torch.Tensor, slots: torch.Tensor) -> NDArray[np.uint8]:
+    """Rows in a buffer of a paged pool as SGLang's kernels address them: values, and behind all values of the page the
+    scales."""
     layout, size = pool.kv_layout, pool.page_size
     row, scales, scale = layout.row_addressing(size)
-    raw = pool.kv_buffer[layer].view(torch.uint8).numpy()
+    raw = buffer.view(torch.uint8).numpy()
     pages, at = (slots // size).numpy()[:, None], (slots % size).numpy()[:, None]
     columns = np.concatenate(
         [at * row + np.arange(layout.data_bytes), scales + at * scale + np.arange(layout.scale_bytes)], axis=1
@@ -172,9 +211,11 @@ def main() -> None:
     runtime_context.get_context().set_server_args(
         ServerArgs(model_path="none", device="cpu", enable_deepseek_v4_fp4_indexer=given["fp4_indexer"])
     )
-    source = CompressedEngine(1, page_size, REQUESTS, draft=given["draft"])
-    target = CompressedEngine(2, page_size, REQUESTS + 2, draft=given["draft"])
-    longer = [(page_size, page_size + more) for more in (1, 5, 128, 300)]
+    draft, hisparse = given.get("draft", False), given.get("hisparse", False)
+    source = CompressedEngine(1, page_size, REQUESTS, draft=draft)
+    target = CompressedEngine(2, page_size, REQUESTS + 2, draft=draft, hisparse=hisparse)
+    # With HiSparse decode has no prefix. The last page of 258 has no whole row of 4.
+    longer = [(0, 258), (0, 515)] if hisparse else [(page_size, page_size + more) for more in (1, 5, 128, 300)]
     print(hand_over(source, target, [*((0, tokens) for tokens in LENGTHS), *longer], check_names))
 
 

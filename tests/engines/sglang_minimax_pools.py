@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,9 +91,13 @@ def raw(rows: torch.Tensor) -> NDArray[np.uint8]:
     return rows.contiguous().view(torch.uint8).reshape(len(rows), -1).numpy()
 
 
-def check_names(pool: Any, components: Sequence[Any], base: int) -> None:
+def check_names(engine: MiniMaxEngine, components: Sequence[Any], bases: Mapping[str, int]) -> None:
     """Each component has the buffers in which SGLang keeps what its name says, and no other component has them."""
-    found = {component.name: sorted(base + plane.base for plane in component.layout.planes) for component in components}
+    pool = engine.pool
+    found = {
+        component.name: sorted(bases[component.memory] + plane.base for plane in component.layout.planes)
+        for component in components
+    }
     sparse = sorted(pool.sparse_layer_id_mapping)
     dense = [layer for layer in range(LAYERS) if layer not in sparse]
     if isinstance(pool, MiniMaxM3Nvfp4KVPool):

@@ -5,7 +5,7 @@ and read back by SGLang's own addresses. Runs in SGLang's environment.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +21,11 @@ from sglang.srt.disaggregation.utils import (
     setup_state_kv_args,
 )
 from sglang.srt.mem_cache.common import kv_to_page_indices
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from pdtransfer import DecodeClient, KVPoll, NodeSettings, PrefillClient, WriterOptions
 from pdtransfer.adapters.kit.cache_memory import made_in_one_piece
+from pdtransfer.adapters.sglang import hooks, process
 from pdtransfer.adapters.sglang.decode import ReceivingSide
 from pdtransfer.adapters.sglang.pools import HeadCounts, extent_of, kv_buffers, pools, state_buffers
 from pdtransfer.adapters.sglang.prefill import SendingSide
@@ -41,12 +43,26 @@ class Engine(ABC):
     window = 0
     model: HeadCounts
 
-    def __init__(self, seed: int, page_size: int, requests: int, made: Callable[[], tuple[Any, Any]]) -> None:
+    def __init__(
+        self, seed: int, page_size: int, requests: int, made: Callable[[], tuple[Any, Any]], *, hisparse: bool = False
+    ) -> None:
         self.page_size, self.random = page_size, np.random.default_rng(seed)
-        self.memory, (self.pool, self.draft) = made_in_one_piece(made, torch.device("cpu"))
+        self.host, self.host_pages = None, np.empty(0, np.int64)
+        if hisparse:
+            self._make_with_host_pool(made)
+        else:
+            self.memory, (self.pool, self.draft) = made_in_one_piece(made, torch.device("cpu"))
         args = self.args = KVArgs()
         args.page_size, args.aux_item_lens, args.num_draft_entries = page_size, [len(AUX)], 0
-        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = get_kv_transfer_buf_infos(self.pool)
+        infos = get_kv_transfer_buf_infos(self.pool)
+        if self.host is not None:  # as decode's `_init_kv_manager` does
+            infos = [
+                of_host + rest[len(of_host) :]
+                for of_host, rest in zip(self.host.get_contiguous_buf_infos(), infos, strict=True)
+            ]
+            self.host_slots = torch.full((requests, TOKENS_MAX), -1, dtype=torch.int64)
+            self.host_lengths = torch.zeros(requests, dtype=torch.int64)
+        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = infos
         args.kv_layout = get_pd_kv_layout(self.pool)
         args.kv_layer_ids = build_kv_layer_ids(
             token_to_kv_pool=self.pool, draft_token_to_kv_pool=None, num_draft_entries=0,
@@ -54,11 +70,28 @@ class Engine(ABC):
         )  # fmt: skip
         setup_state_kv_args(args, self.pool, self.draft, total_kv_layers=self.layer_count)
         self.buffers = [kv_buffers(args), *state_buffers(args)]
-        self.extent = extent_of(self.buffers, None)
+        self.extent = extent_of(self.buffers, None) if self.host is None else process.extent
         for view in self.views():
             view[:] = self.random.integers(0, 256, view.shape, np.uint8)
         self.req_to_token = torch.zeros((requests, TOKENS_MAX), dtype=torch.int32)
         self.requests = requests
+
+    def _make_with_host_pool(self, made: Callable[[], tuple[Any, Any]]) -> None:
+        """Under the plugin's hooks, which have peers write to the host pool."""
+        hooks.register()
+        HookRegistry.apply_hooks()
+        hooks._receives_on_host = lambda: True
+
+        def of_pool(_: Any) -> Any:
+            self.pool, self.draft = made()
+            return SimpleNamespace(token_to_kv_pool=self.pool)
+
+        hooks._init_pools.__wrapped__(of_pool, SimpleNamespace(is_draft_worker=False, device="cpu"))
+        self.memory, self.host = process.memory, self.host_pool()
+
+    def host_pool(self) -> Any:
+        """HiSparse's."""
+        raise NotImplementedError
 
     @abstractmethod
     def tensors(self) -> list[torch.Tensor]:
@@ -147,24 +180,25 @@ def hand_over(
     source: Engine,
     target: Engine,
     requests: Iterable[tuple[int, int]],
-    check_names: Callable[[Any, Sequence[Any], int], None],
+    check_names: Callable[[Any, Sequence[Any], Mapping[str, int]], None],
 ) -> str:
     """Hands over requests of (prefix at decode, tokens), one after the other, and compares what lands. `check_names`
-    gets decode's pool, its components and the address that their planes count from. Returns what was compared."""
+    gets decode's pools, its components and the addresses that planes count from in each memory. Returns what was
+    compared."""
     base = source.memory.base(source.extent)
     sent, landing = source.described(lambda _: (base, "dram")), target.memory.target(target.extent)
     described = target.described(landing.locate)
     named: dict[str, Any] = {"model": "m", "weights": b"w"}
     writer = WriterOptions(pool_address=base)
-    if landing.copied_up:
+    if landing.copied_up and target.host is None:
         raise SystemExit("SGLang's pools are not in the arena")
-    check_names(target.pool, described.components, landing.base)
+    check_names(target, described.components, {"hbm": landing.base, "dram": landing.arena.mapping.address})
     compared = count = 0
     with (
         PrefillClient(NodeSettings(node="p", **named), sent.components, writer=writer, replicas=sent.replicas) as p,
         DecodeClient(
             NodeSettings(node="d", **named), described.components, landing.arena, engine_slots=True,
-            prefix_cache=False, verify=True,
+            prefix_cache=False, verify=True, open_ended=["kv"],
         ) as d,
     ):  # fmt: skip
         prefill = SendingSide(p, sent, time_left_s=60.0)
@@ -176,7 +210,12 @@ def hand_over(
             of_kind = target.state_indices(numbers[1], prefix, tokens)
             states = [of_kind[kind] for kind in target.args.state_types]
             before = [view.copy() for view in target.views()]
-            decode.expect(room, pages, prefix=prefix, states=states, aux_index=0, sources=[p.endpoint])
+            # Of the first buffers with HiSparse, and of the others.
+            hosts = [] if target.host is None else [target.host_pages] * target.host.layer_num
+            items = [*hosts, *[pages] * (len(target.buffers[0].addresses) - len(hosts))]
+            decode.expect(
+                room, items[0], device_pages=items[-1], prefix=prefix, states=states, aux_index=0, sources=[p.endpoint]
+            )
             prefill.begin(room)
             reach(prefill, KVPoll.WAITING_FOR_INPUT)
             assert prefill.prefix(room) == prefix
@@ -192,12 +231,12 @@ def hand_over(
             reach(prefill, KVPoll.SUCCESS)
             compared += check(source, target, numbers, prefix, tokens)
             count += 1
-            items = [pages, *states]
-            owners = [index for index, buffers in enumerate(target.buffers) for _ in buffers.addresses]
-            for owner, old, new in zip(owners, before, target.views(), strict=True):
-                others = np.setdiff1d(np.arange(len(new)), items[owner])
+            of_states = zip(states, target.buffers[1:], strict=True)
+            items += [indices for indices, buffers in of_states for _ in buffers.addresses]
+            for number, (own, old, new) in enumerate(zip(items, before, target.views(), strict=True)):
+                others = np.setdiff1d(np.arange(len(new)), own)
                 if not np.array_equal(old[others], new[others]):
-                    raise SystemExit(f"{tokens} tokens behind {prefix}: rows of nobody have changed in {owner}")
+                    raise SystemExit(f"{tokens} tokens behind {prefix}: rows of nobody have changed in buffer {number}")
     return f"compared {compared} bytes of {count} requests"
 
 

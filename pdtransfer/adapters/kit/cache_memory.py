@@ -46,7 +46,7 @@ class Extent:
     device: int | None = None
 
     def holds(self, part: Extent) -> bool:
-        """Whether all of `part` lies in it."""
+        """True if all of `part` lies in it."""
         return self.device == part.device and self.first <= part.first and part.end <= self.end
 
 
@@ -120,7 +120,7 @@ class CacheMemory:
         self._landing[0].prefault()
 
     def has_beside(self, address: int | None = None) -> bool:
-        """Whether `beside` was called, and returned memory with this address; a card can access it."""
+        """True if `beside` was called, and returned memory with this address; a card can access it."""
         if self._landing is None or address is None:
             return self._landing is not None
         mapping = self._landing[0].mapping

@@ -54,7 +54,7 @@ class PooledTensors(TorchFunctionMode):
 
 
 def _is_on(device: torch.device, named: Any) -> bool:
-    """Whether what an engine names, or torch's default if that is None, is this device."""
+    """True if what an engine names, or torch's default if that is None, is this device."""
     meant = torch.get_default_device() if named is None else torch.device(named)
     return meant.type == device.type and meant.index in (None, device.index)
 

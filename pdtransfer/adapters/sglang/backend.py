@@ -240,7 +240,7 @@ class Manager(dialect.KVManager):
             self.update_status(change.bootstrap_room, int(change.state))
 
     def takes(self, bootstrap_room: int) -> bool:
-        """Whether the room is one that can be. If not, its request has failed, with the reason."""
+        """True if the room is one that can be. If not, its request has failed, with the reason."""
         try:
             check_room(bootstrap_room)
         except RequestError as error:
@@ -284,7 +284,7 @@ class Manager(dialect.KVManager):
             offset += item
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whether a prefill server's ranks are known. One that does not fit is refused, and its requests fail: SGLang
+        """True if a prefill server's ranks are known. One that does not fit is refused, and its requests fail: SGLang
         would end this engine."""
         try:
             is_known = super().try_ensure_parallel_info(bootstrap_addr)
@@ -314,7 +314,7 @@ class Manager(dialect.KVManager):
         return sources_of(bootstrap_infos, self._reachable)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nobody can write the pages of a failed request any more."""
+        """True if nobody can write the pages of a failed request any more."""
         self.turn()
         return self.receiving.is_drained(bootstrap_room)
 
@@ -371,7 +371,7 @@ class Receiver(dialect.KVReceiver):
 
     @property
     def supports_host_destination(self) -> bool:
-        """Whether the request may land in SGLang's host pool."""
+        """True if the request may land in SGLang's host pool."""
         return self.kv_mgr.supports_host_destination
 
     def poll(self) -> int:
@@ -471,7 +471,7 @@ class Receiver(dialect.KVReceiver):
         self.kv_mgr.receiving.withdraw(self.bootstrap_room, sources, why)
 
     def is_abort_release_safe(self) -> bool:
-        """Whether nobody can write its pages any more."""
+        """True if nobody can write its pages any more."""
         return self.kv_mgr.is_abort_release_safe(self.bootstrap_room, 0)
 
 

@@ -105,7 +105,7 @@ class ReceivingSide:
         self._client.withdraw(room, sources=sources, detail=f"bootstrap_room {bootstrap_room}: {why}")
 
     def is_drained(self, bootstrap_room: int) -> bool:
-        """Whether nobody can write the pages of a request any more."""
+        """True if nobody can write the pages of a request any more."""
         return all(received.bootstrap_room != bootstrap_room for received in self._rooms.values())
 
     def turn(self) -> list[Change]:
@@ -145,7 +145,7 @@ class ReceivingSide:
             changes.append(Change(number, state, reason))
 
     def _is_wanted(self, room: int) -> bool:
-        """Whether its request has not ended here."""
+        """True if its request has not ended here."""
         return self._current.get(self._rooms[room].bootstrap_room) == room
 
     @staticmethod

@@ -60,7 +60,7 @@ def require(name: str, option: str, missing: str) -> None:
 
 
 def receives_on_host(disagg: Any) -> bool:
-    """Whether requests may land in the host pool; 0.5.21 is the first version where they can. Its threshold means
+    """True if requests may land in the host pool; 0.5.21 is the first version where they can. Its threshold means
     never at 0, that of later ones at 1: it is the default of each."""
     option = signature(ServerArgs).parameters.get(_HOST_RECEIVE)
     return option is not None and getattr(disagg, _HOST_RECEIVE) != option.default
@@ -102,7 +102,7 @@ def buffer_infos(pool: Any) -> Any:
 
 
 def has_host_buffers(args: Any) -> bool:
-    """Whether KVArgs name a host pool beside the device's."""
+    """True if KVArgs name a host pool beside the device's."""
     return getattr(args, "host_kv_data_ptrs", None) is not None
 
 

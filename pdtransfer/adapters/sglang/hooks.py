@@ -72,7 +72,7 @@ def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 def _receives_on_host() -> bool:
-    """Whether requests land in SGLang's host pool: some of them, or with HiSparse the KV cache of all."""
+    """True if requests land in SGLang's host pool: some of them, or with HiSparse the KV cache of all."""
     decodes = _is_ours() and get_disagg().disaggregation_mode == "decode"
     return decodes and (dialect.receives_on_host(get_disagg()) or get_memory().enable_hisparse)
 

@@ -306,7 +306,7 @@ def _check(args: Any) -> None:
 
 
 def has_rows_of_pages(args: Any) -> bool:
-    """Whether a row of the KV cache is a whole page: DeepSeek V4's, and MiniMax's in NVFP4, of which SGLang lists one
+    """True if a row of the KV cache is a whole page: DeepSeek V4's, and MiniMax's in NVFP4, of which SGLang lists one
     buffer a layer, not K and V."""
     layers = list(getattr(args, "kv_layer_ids", None) or ())[: len(args.kv_data_ptrs) - _draft_count(args)]
     has_one_each = 0 < len(layers) == len(set(layers))

@@ -318,7 +318,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._side.on_failed_loads(failed, getattr(connector_output, "invalid_block_ids", None) or ())
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine has to run a step for a peer's sake: prefill keeps blocks that nobody here needs."""
+        """True if the engine has to run a step for a peer's sake: prefill keeps blocks that nobody here needs."""
         return self._side.has_word_for_peers
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:

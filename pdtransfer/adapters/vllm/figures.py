@@ -18,7 +18,7 @@ def empty() -> Data:
 
 
 def is_empty(data: Mapping[str, Any]) -> bool:
-    """Whether nothing was counted."""
+    """True if nothing was counted."""
     return not any(data.values())
 
 

@@ -39,7 +39,7 @@ class KVGroup:
 
     @property
     def state(self) -> bool:
-        """Whether its layers keep a state of a request in place of KV."""
+        """True if its layers keep a state of a request in place of KV."""
         return self.kind.row == "request"
 
     def blocks(self, table: Sequence[int], tokens: int) -> tuple[int, ...]:

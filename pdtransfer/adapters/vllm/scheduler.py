@@ -242,7 +242,7 @@ class SchedulerSide:
 
     @property
     def has_word_for_peers(self) -> bool:
-        """Whether a peer waits for the next orders, although no request here may need a step."""
+        """True if a peer waits for the next orders, although no request here may need a step."""
         return bool(self._orders.receives or self._orders.aborts or self._orders.withdrawals)
 
     def on_finished(self, request: VLLMRequest, status: str) -> tuple[bool, dict[str, Any] | None]:
@@ -370,7 +370,7 @@ class SchedulerSide:
             self.block_pool.touch(kept)
 
     def _loses_blocks(self, tokens: int) -> bool:
-        """Whether the token behind a prompt of this many does not see a block that its last one sees: vLLM frees that
+        """True if the token behind a prompt of this many does not see a block that its last one sees: vLLM frees that
         as the request ends, and decode needs it, as it computes the last token."""
         return any(group.kind.needed_from(tokens - 1) < group.kind.needed_from(tokens) for group in self._groups)
 

@@ -36,7 +36,7 @@ class TransferStats(KVConnectorStats):
         return figures.summary(self.data)
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """True if nothing was counted."""
         return figures.is_empty(self.data)
 
 

@@ -61,7 +61,7 @@ def planes_of(kinds: Kinds, layers: KVLayers) -> int:
 
 
 def too_many_planes(kinds: Iterable[Kinds], models: Sequence[KVLayers]) -> bool:
-    """Whether a model and its drafter are more planes together than a component may have. `kinds` are of some of their
+    """True if a model and its drafter are more planes together than a component may have. `kinds` are of some of their
     layers. All pipeline stages must decide equally: they count the layer with the most planes for every layer. With a
     drafter, which one stage alone has, they count the most planes that its numbers can make."""
     if len(models) > 1:
@@ -118,7 +118,7 @@ def _candidates(view: torch.Tensor, kinds: set[str]) -> Iterator[Kinds]:
 
 
 def _holds(kinds: Kinds, written: Kinds, token: int) -> bool:
-    """Whether these views have the token that was written, and nothing else in the first page."""
+    """True if these views have the token that was written, and nothing else in the first page."""
     for kind, numbers in written.items():
         page = kinds[kind][0]
         if page.shape[1:] != numbers.shape[1:] or not torch.equal(page[token], numbers[0]):

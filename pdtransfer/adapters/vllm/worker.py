@@ -188,7 +188,7 @@ class WorkerSide:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether this step computes rows that leave."""
+        """True if this step computes rows that leave."""
         return bool(self._chunks)
 
     def save(self, layer_name: str, event: Callable[[], Event | None]) -> None:

@@ -72,7 +72,7 @@ class DemoAnswer:
 
     @property
     def identical(self) -> bool:
-        """Whether it came, and is that of the single process."""
+        """True if it came, and is that of the single process."""
         return not self.error and not self.differs
 
 
@@ -398,7 +398,7 @@ def hot_report(
 
 
 def succeeded(report: dict[str, Any]) -> bool:
-    """Whether the run succeeded.
+    """True if the run succeeded.
 
     A mismatch is a failure even if every answer is identical: the room failed, and a second prefill hid it.
     """

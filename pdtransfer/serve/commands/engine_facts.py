@@ -137,7 +137,7 @@ class _Server(HttpClient):
         finally:
             self.close()
         raise WorldError(
-            f"{self.url} tells no facts: it must be a vLLM server with PDTransferConnector, an SGLang server with "
+            f"{self.url} reports no facts: it must be a vLLM server with PDTransferConnector, an SGLang server with "
             "--disaggregation-transfer-backend pdtransfer, or the HTTP address of a daemon"
         )
 

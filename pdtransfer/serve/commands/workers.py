@@ -124,7 +124,7 @@ def _show(listed: list[WorkerStatus], flags: AdminFlags) -> int:
 
 
 def _busy(listed: list[WorkerStatus], name: str) -> bool:
-    """Whether the worker has rooms of this router, or is about to be forgotten."""
+    """True if the worker has rooms of this router, or is about to be forgotten."""
     address = name.rpartition("@")[2]
     return any(
         (status.rooms_here or status.leaves) and name in (status.node, address, status.address) for status in listed

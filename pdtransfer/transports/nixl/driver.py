@@ -63,7 +63,7 @@ class NixlEngine:
         try:
             return [agent.createBackend("UCX", {"engine_config": f"TCP_PORT_RANGE={port}-{port}"})]
         except self._nixl.nixlBackendError as error:
-            text = f"UCX does not start ({error}): look whether /sys/class/net has the interface to the peer"
+            text = f"UCX does not start ({error}): check that /sys/class/net has the interface to the peer"
             raise RuntimeError(text) from None
 
     def serve(self, address: int, byte_count: int) -> None:

@@ -224,11 +224,11 @@ def test_a_key_is_shown_to_servers_that_ask_for_one(
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (vllm(None), "tells no facts: it must be a vLLM server with PDTransferConnector, an SGLang server"),
-        (sglang(None), "tells no facts"),
+        (vllm(None), "reports no facts: it must be a vLLM server with PDTransferConnector, an SGLang server"),
+        (sglang(None), "reports no facts"),
         (lambda *_: (200, b"<html>"), "JSON: "),
-        (lambda *_: (200, b'{"ready":true,"servers":[]}'), "tells no facts"),  # a router
-        (lambda *_: (500, b""), "tells no facts"),
+        (lambda *_: (200, b'{"ready":true,"servers":[]}'), "reports no facts"),  # a router
+        (lambda *_: (500, b""), "reports no facts"),
         (daemon(None, ready=False), "is not ready yet"),
         (vllm(identity_of("router")), "kv_transfer_params.identity.role: Invalid enum value 'router'"),
         (vllm(identity_of("prefill", weights="7")), "kv_transfer_params.identity.weights: expected str matching"),

@@ -35,7 +35,7 @@ def torch(root: Path) -> Seen:
 
 
 def copy(_root: Path) -> Seen:
-    """Whether the native copy compiles, or numpy replaces it."""
+    """Reports if the native copy compiles, or numpy replaces it."""
     native = load()
     if native.used:
         return ok(native.text)

@@ -20,7 +20,7 @@ _NO_CARD = "no GPU that the bindings see: copies run on the CPU"
 
 
 def cards(_root: Path) -> Seen:
-    """Whether kernels can run: a GPU needs the bindings and a compiler."""
+    """Reports if kernels can run: a GPU needs the bindings and a compiler."""
     number = count()
     if not number:
         return ok(_NO_CARD)
@@ -32,7 +32,7 @@ def cards(_root: Path) -> Seen:
 
 
 def kernels(_root: Path) -> Seen:
-    """Whether a first transfer has to wait for a compiler."""
+    """Reports if a first transfer has to wait for a compiler."""
     number = count()
     if not number:
         return ok("no GPU: none is needed")

@@ -59,7 +59,7 @@ def huge_pages(root: Path) -> Seen:
 
 
 def numa(root: Path) -> Seen:
-    """Whether an arena can be bound to a GPU's NUMA node, which needs the kernel's permission."""
+    """Reports if an arena can be bound to a GPU's NUMA node, which needs the kernel's permission."""
     nodes = [name for name in names(within(root, _NODES)) if re.fullmatch(r"node\d+", name)]
     if len(nodes) < 2:
         return ok("one node: all memory is equally near")

@@ -46,7 +46,7 @@ def addresses(_root: Path) -> Seen:
 
 
 def ports(root: Path) -> Seen:
-    """Whether the default ports of daemons can be bound, and which addresses listen on them."""
+    """Reports if the default ports of daemons can be bound, and which addresses listen on them."""
     prefill, decode, router = PrefillConfig(), DecodeConfig(), RouterConfig()
     listening = _listening(root)
     taken: list[str] = []
@@ -127,7 +127,7 @@ def _why_not(transport: Transport, network: Network) -> str:
 
 
 def firewall(_root: Path) -> Seen:
-    """Whether this user's daemons can close their transports' ports to all but peers, tried with an empty table."""
+    """Reports if this user's daemons can close their transports' ports to all but peers, tried with an empty table."""
     if reason := needs_no_guard("auto", loopback=False):
         return ok(f"not needed: {reason}")
     if reason := why_no_table():

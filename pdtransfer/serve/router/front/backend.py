@@ -99,7 +99,7 @@ class Backend(WorkerSite, Protocol[Asked]):
         ...
 
     def usable(self) -> bool:
-        """Whether it can serve a request."""
+        """True if it can serve a request."""
         ...
 
     def health(self) -> dict[str, object]:

@@ -50,7 +50,7 @@ class ClientGuard:
         self.reloads = tuple(reloads)
 
     def trusts(self, request: web.Request) -> bool:
-        """Whether a client may see the names of workers and hosts: it has a key, or there are none."""
+        """True if a client may see the names of workers and hosts: it has a key, or there are none."""
         return self.keys is None or self.keys.find(request.headers.get("Authorization")) is not None
 
     @web.middleware

@@ -1,4 +1,4 @@
-"""Whether a router has more to do than it can: how late its loop comes to what is due."""
+"""Overload of a router: how late its loop comes to what is due."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoopDelay:
 
     @property
     def overloaded(self) -> bool:
-        """Whether the last looks were all late: what was accepted comes first then, and nothing new is."""
+        """True if the last looks were all late: what was accepted comes first then, and nothing new is."""
         return self._late >= LATE_TURNS
 
     def start(self) -> None:

@@ -245,7 +245,7 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        """Whether all choices are complete."""
+        """True if all choices are complete."""
         return None not in [choice.finish_reason for choice in self._choices]
 
     async def _next(self) -> dict[int, TextPiece]:

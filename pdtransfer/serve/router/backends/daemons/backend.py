@@ -186,7 +186,7 @@ class Daemons:
         return [worker_status(worker, why_not[peer]) for peer, worker in pool.by_peer.items()]
 
     def usable(self) -> bool:
-        """Whether some pair of workers is ready."""
+        """True if some pair of workers is ready."""
         return bool(self.routing.workers.models())
 
     def health(self) -> dict[str, object]:

@@ -174,7 +174,7 @@ class RoutedRoom:
 
     @property
     def landed(self) -> bool:
-        """Whether decode has the prompt's KV, so that the prefill worker no longer matters."""
+        """True if decode has the prompt's KV, so that the prefill worker no longer matters."""
         return self.received > 0 or self.decode.state is Leg.ENDED
 
 

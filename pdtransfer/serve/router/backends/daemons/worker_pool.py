@@ -294,7 +294,7 @@ class WorkerPool:
 
     @staticmethod
     def _is_one(worker: Worker, twin: Worker, identity: Identity) -> bool:
-        """Whether both endpoints lead to one process: it reports so, and with keys both have its key."""
+        """True if both endpoints lead to one process: it reports so, and with keys both have its key."""
         assert twin.identity is not None
         keys = {split_key(named.peer)[0] for named in (worker, twin)}
         return identity.incarnation == twin.identity.incarnation and len(keys) == 1

@@ -105,12 +105,12 @@ class Worker:
 
     @property
     def connected(self) -> bool:
-        """Whether it has answered Hello, and was not lost since; until then Hello repeats."""
+        """True if it has answered Hello, and was not lost since; until then Hello repeats."""
         return not self.why
 
     @property
     def usable(self) -> bool:
-        """Whether it gets rooms."""
+        """True if it gets rooms."""
         ready = self.load is not None and self.load.ready and not self.load.draining
         return ready and self.connected and self.departure is Departure.STAYS
 

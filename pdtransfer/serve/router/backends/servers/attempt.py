@@ -218,7 +218,7 @@ class Attempt:
 
     @property
     def begun(self) -> bool:
-        """Whether decode's answer has begun."""
+        """True if decode's answer has begun."""
         return self._response is not None
 
     async def more(self) -> bytes:
@@ -413,7 +413,7 @@ class Attempt:
         return task
 
     def _asks_early(self, identity: ServerIdentity) -> bool:
-        """Whether prefill is asked for a stream, be it only to be compared."""
+        """True if prefill is asked for a stream, be it only to be compared."""
         kind, known = kind_of(self._request), self.pair.decode.begins_alike
         may = self._may_be_early and self._metrics.first_tokens_wrong < EARLY_WRONG_MAX
         if not may or identity.get("first_token") is False or not self._dialect.answers_early(self._request):
@@ -462,7 +462,7 @@ class Attempt:
         return identity
 
     def _may_be_longer(self, server: Server, status: int) -> bool:
-        """Whether a request may be refused only since it is longer than this server takes, and others take more."""
+        """True if a request may be refused only since it is longer than this server takes, and others take more."""
         return status == 400 and self._relay.pool.is_shorter(server)
 
     async def _not_taken(self, prefill: Server) -> AttemptFailedError:

@@ -161,7 +161,7 @@ class Servers:
                 log.info("decode serves without prefill no more")
 
     def usable(self) -> bool:
-        """Whether there is a pair of healthy servers, or a decode server that may serve alone."""
+        """True if there is a pair of healthy servers, or a decode server that may serve alone."""
         return self.pool.usable
 
     def health(self) -> dict[str, object]:

@@ -72,11 +72,11 @@ class Dialect:
         return None
 
     def named_by_client(self, request: ServerRequest) -> bool:  # noqa: ARG002
-        """Whether servers know the request by a name of the client's own, by which it may be aborted."""
+        """True if servers know the request by a name of the client's own, by which it may be aborted."""
         return False
 
     def joins(self, request: ServerRequest) -> bool:  # noqa: ARG002
-        """Whether prefill's answer has a part of a request's answer, which is not a stream then."""
+        """True if prefill's answer has a part of a request's answer, which is not a stream then."""
         return False
 
     def joined(self, prefill: bytes, decode: bytes) -> bytes:
@@ -89,7 +89,7 @@ class Dialect:
         return None
 
     def answers_early(self, request: ServerRequest) -> bool:  # noqa: ARG002
-        """Whether prefill may answer with a stream of the first token, which decode's stream will begin with too
+        """True if prefill may answer with a stream of the first token, which decode's stream will begin with too
         (early_token.py), before decode has the KV."""
         return False
 

@@ -88,7 +88,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def may_come_early(request: ServerRequest) -> bool:
-    """Whether prefill's first token is the one that decode picks, and may be seen before."""
+    """True if prefill's first token is the one that decode picks, and may be seen before."""
     fields = request.fields
     counts = (name for name in fields if bytes(fields[name]) not in (*_UNSET, *_NO_PENALTY.get(name, ())))
     if request.answers != 1 or any(name not in _FIELDS for name in counts):
@@ -151,7 +151,7 @@ class EarlyToken:
 
     @property
     def repeated(self) -> bool:
-        """Whether decode has sent all of it again."""
+        """True if decode has sent all of it again."""
         return not any(self._owed.values())
 
     def behind(self, event: bytes) -> bytes:
@@ -174,7 +174,7 @@ class EarlyToken:
         return _event(body, rest, {})
 
     def agrees(self, stream: bytes) -> bool:
-        """Whether decode's stream begins with what prefill has answered, which nobody was shown."""
+        """True if decode's stream begins with what prefill has answered, which nobody was shown."""
         try:
             for event in stream.split(EVENT_END)[:-1]:
                 if self.repeated:

@@ -99,7 +99,7 @@ def received_of(tail: bytes) -> Received | None:
 
 
 def has_prompt_figures(piece: bytes) -> bool:
-    """Whether a piece of decode's answer has figures that are prefill's to tell."""
+    """True if a piece of decode's answer has figures that are prefill's to tell."""
     return _OF_PROMPT.search(piece) is not None
 
 

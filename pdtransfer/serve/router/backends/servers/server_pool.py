@@ -87,7 +87,7 @@ class Server:
 
     @property
     def usable(self) -> bool:
-        """Whether it gets requests."""
+        """True if it gets requests."""
         return not self.why_not
 
     @property
@@ -178,12 +178,12 @@ class ServerPool:
 
     @property
     def usable(self) -> bool:
-        """Whether there is a pair of healthy servers, or a decode server that may serve alone."""
+        """True if there is a pair of healthy servers, or a decode server that may serve alone."""
         return any(server.usable for server in self.decode) and (self._without_prefill or not self.lacks_prefill)
 
     @property
     def lacks_prefill(self) -> bool:
-        """Whether no prefill server is healthy."""
+        """True if no prefill server is healthy."""
         return not any(server.usable for server in self.prefill)
 
     def _new(self, url: str, role: Role) -> Server:
@@ -273,7 +273,7 @@ class ServerPool:
                 del decode.begins_alike[key]
 
     def overdue(self, server: Server, now: float) -> bool:
-        """Whether it has been down for so long that its requests are lost. Engines end what they have under way before
+        """True if it has been down for so long that its requests are lost. Engines end what they have under way before
         they stop listening: what has no end then may never get one, and soon counts as lost."""
         deadline_s = self._limits.room_deadline_ms / 1e3
         if server.why == NO_LISTENER and now - server.refused_since >= min(self._limits.silence_ms / 1e3, deadline_s):
@@ -282,12 +282,12 @@ class ServerPool:
 
     @property
     def serves_alone(self) -> bool:
-        """Whether decode computes the prompts of new requests itself, for want of a prefill server."""
+        """True if decode computes the prompts of new requests itself, for want of a prefill server."""
         return self.usable and self.lacks_prefill
 
     @property
     def places(self) -> bool:
-        """Whether a prompt's blocks matter: decode may compute it, or there is a choice and prefixes have weight."""
+        """True if a prompt's blocks matter: decode may compute it, or there is a choice and prefixes have weight."""
         return self._policy.keeps_turns or (
             self._limits.prefix_weight > 0 and max(len(self.prefill), len(self.decode)) > 1
         )
@@ -304,7 +304,7 @@ class ServerPool:
         return longest_request(prefill or decode, decode, _tokens)
 
     def is_shorter(self, server: Server) -> bool:
-        """Whether another server of its role takes longer requests."""
+        """True if another server of its role takes longer requests."""
         return any(_tokens(other) > _tokens(server) for other in self.of(server.role) if other.usable)
 
     def choose(self, keys: tuple[bytes, ...], avoid: Collection[Server]) -> ServerPair | NoPair:

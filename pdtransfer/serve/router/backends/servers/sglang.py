@@ -235,7 +235,7 @@ def _room(transfer: bytes, identity: ServerIdentity | None) -> dict[str, object]
 
 
 def asks_for_logprobs(path: str, fields: Fields) -> bool:
-    """Whether a request asks for logprobs of its prompt, which prefill computes and decode's answer lacks: completions
+    """True if a request asks for logprobs of its prompt, which prefill computes and decode's answer lacks: completions
     by `echo` with `logprobs`, SGLang's own path by `return_logprob` from a place in the prompt on. Raises
     RefusedRequestError for a stream that does."""
     if path == GENERATE:

@@ -127,7 +127,8 @@ def test_assertions_about_our_own_state_are_ours_to_make() -> None:
 def test_a_dataclass_that_compares_arrays_is_found(field: str) -> None:
     words = parsed("Words = NDArray[np.uint64]\n", "words.py")
     one = parsed(
-        f"from .words import Words\n@dataclass\nclass One:\n    a: {field}\n"
+        f"from .words import Words\n@dataclass\nclass One:\n    n: int\n    a: {field}\n"
+        f"\n@dataclass\nclass Own:\n    a: {field}\n    def __eq__(self, other): ...\n"
         f"\n@dataclass(eq=False)\nclass Two:\n    a: {field}\n"
         "\n@dataclass\nclass Three:\n    a: Callable[[Tensor], Tensor]\n",
         "one.py",
@@ -168,6 +169,7 @@ def test_a_wait_for_a_whole_device_is_distinguished_from_one_for_ones_own_work(l
         (device_waits.device_wide, "pdtransfer/x.py", "torch.cuda.empty_cache()", "waits for a whole device"),
         (device_waits.streams, "pdtransfer/x.py", "gpu.synchronise(stream)", "waits for a stream"),
         (device_waits.engines, "pdtransfer/hisparse/hot_x.py", "tensor.item()", "waits inside the driver: item"),
+        (device_waits.engines, "pdtransfer/hisparse/hot_x.py", "rows.to(self.device)", "waits inside the driver: to"),
         (device_waits.loops, "pdtransfer/client/x.py", "event.synchronize()", "waits for no GPU"),
     ],
 )

@@ -188,7 +188,7 @@ def test_endpoints_parse_with_and_without_a_key() -> None:
         (f"{KEY[1:]}@tcp://host:9000", "is not tcp"),
         (f"{KEY}0@tcp://host:9000", "is not tcp"),
         (f"{KEY[:-1]}~@tcp://host:9000", "key: .* is not Z85"),
-        ("tcp://" + "h" * 300 + ":9000", "is not tcp"),
+        ("tcp://" + "h" * 246 + ":9000", "is not tcp"),
     ],
 )
 def test_a_malformed_endpoint_is_refused(text: str, named: str) -> None:
@@ -198,8 +198,8 @@ def test_a_malformed_endpoint_is_refused(text: str, named: str) -> None:
 
 def test_a_bind_may_name_any_port_or_a_range() -> None:
     assert Address.parse("tcp://*:0") == Address("*", 0, 0)
-    assert Address.parse("tcp://[::1]:9000-9010") == Address("::1", 9000, 9010)
-    for wrong in ("tcp://*:9010-9000", "tcp://*:0-10", "tcp://*:9000-70000"):
+    assert Address.parse("tcp://[::1]:9000-65535") == Address("::1", 9000, 65_535)
+    for wrong in ("tcp://*:9010-9000", "tcp://*:0-1", "tcp://*:9000-70000"):
         with pytest.raises(ConfigError, match="port"):
             Address.parse(wrong)
 

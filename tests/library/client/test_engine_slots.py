@@ -383,5 +383,7 @@ def test_components_in_the_same_memory_share_their_slots() -> None:
 def test_a_component_that_lies_in_two_memories_joins_them() -> None:
     one, two, both = group("one", (0,), (0,)), group("two", (1,), (512,)), group("both", (2, 3), (0, 512))
     assert aliases([one, two, both]) == [0, 0, 0]
-    with pytest.raises(LocalProtocolError, match="'one' and 'other' share memory, but not slots"):
-        aliases([one, group("other", (1,), (0,), slots=4)])
+    wide = Layout((Plane(1, "kv", "uint8", 0, 1, 0, 128, 64, 64),), 1, 8)
+    for layout in (group("other", (1,), (0,), slots=4).layout, wide):
+        with pytest.raises(LocalProtocolError, match="'one' and 'other' share memory, but not slots"):
+            aliases([one, Component("other", "dram", 16, Span(), layout)])

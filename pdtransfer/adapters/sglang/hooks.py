@@ -174,6 +174,37 @@ def _pop_bootstrapped(original: Any, queue: Any, *args: Any, **named: Any) -> An
     return original(queue, *args, **named)
 
 
+@_where_ours
+def _run_batch(original: Any, scheduler: Any, batch: Any, *args: Any, **named: Any) -> Any:
+    """On prefill, once a step is launched: the pages of its chunks are offered behind an event, before SGLang has its
+    result. A drafter may compute more after this."""
+    result = original(scheduler, batch, *args, **named)
+    if (
+        get_disagg().disaggregation_mode != "prefill"
+        or get_parallel().pp_size > 1
+        or scheduler.draft_worker is not None
+    ):
+        return result
+    event, page_size = None, scheduler.token_to_kv_pool_allocator.page_size
+    for request in batch.reqs:
+        sender: Any = getattr(request, "disagg_kv_sender", None)
+        end = len(request.origin_input_ids)
+        if not isinstance(sender, dialect.KVSender) or request.pending_bootstrap or sender.kv_mgr.is_dummy_cp_rank:
+            continue
+        if not (last := request.extend_end >= end):
+            end = request.extend_end // page_size * page_size
+        start = max(request.start_send_idx, sender.offered)
+        if start % page_size or start >= end:
+            continue
+        if event is None and scheduler.device == "cuda":
+            event = torch.cuda.Event()
+            event.record(scheduler.forward_stream if scheduler.enable_overlap else torch.cuda.current_stream())
+        indices = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, start:end:page_size]
+        indices = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(indices)
+        sender.push_ahead((indices // page_size).cpu().numpy(), start=start, after=event, last=last)
+    return result
+
+
 def _get_transferred(original: Any, scheduler: Any) -> Any:
     """On a stage of decode: which requests have ended at this stage and those before it, and how."""
     if process.decode is None:
@@ -279,5 +310,6 @@ HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks", _query_prefill_dp_ranks),
     ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _get_internal_state),
     *dialect.HOOKS,
+    *((("sglang.srt.managers.scheduler.Scheduler.run_batch", _run_batch),) if "complete" in dialect.HAS else ()),
     *(STAGE_HOOKS if "decode_stages" in dialect.HAS else ()),
 )

@@ -42,6 +42,7 @@ class Sent:
     prefix: int = 0  # of these, that decode has
     leased_s: float | None = None  # after which decode had its memory
     pushed: bool = False
+    offered: int = 0  # of its tokens' KV, from the first on
     kv_bytes: int = 0  # that were transferred
     end: Change | None = None
 
@@ -92,13 +93,10 @@ class SendingSide:
         With `aux` they are the last ones: then `states` has the indices of each state. A request that has ended is left
         alone.
         """
-        sent = self._sent.get(bootstrap_room)
-        if sent is None or sent.room is None or sent.end is not None:
+        if (sent := self._open_room(bootstrap_room)) is None:
             return
-        sent.pushed, last = True, aux is not None
         first = self.prefix(bootstrap_room) + first_page * self._page_size
-        for kv in self._pools.kv:
-            self._push(sent, kv, first // kv.component.tokens_per_row, kv.kind.expand(pages), after, last=last)
+        self._push_kv(sent, pages, first, after, last=aux is not None)
         if aux is None:
             return
         end = first + len(pages) * self._page_size
@@ -107,7 +105,14 @@ class SendingSide:
                 slots = part.kind.expand(indices)
                 rows = end if part.kind.tail == "filled" else part.kind.rows(sent.tokens)
                 self._push(sent, part, rows - len(slots), slots, after, last=True)
+        assert sent.room is not None
         self._client.finish(sent.room, aux=aux)
+
+    def push_ahead(self, bootstrap_room: int, pages: Indices, *, start: int, after: Event | None, last: bool) -> None:
+        """Pages of the KV cache, from token `start` on, are computed once `after` has fired; `last` of its prompt.
+        `push` leaves them out. A request that has ended is left alone."""
+        if (sent := self._open_room(bootstrap_room)) is not None:
+            self._push_kv(sent, pages, start, after, last=last)
 
     def give_up(self, bootstrap_room: int) -> None:
         """The request has ended, and SGLang reuses its pages now: returns when nothing reads them any more."""
@@ -153,6 +158,18 @@ class SendingSide:
         with suppress(LocalProtocolError):
             self._client.open(room, tokens=None, grants=None, time_left_s=self._time_left_s)
             self._client.abort(room, "its request was given up before")
+
+    def _open_room(self, bootstrap_room: int) -> Sent | None:
+        sent = self._sent.get(bootstrap_room)
+        return None if sent is None or sent.room is None or sent.end is not None else sent
+
+    def _push_kv(self, sent: Sent, pages: Indices, first: int, after: Event | None, *, last: bool) -> None:
+        """Offers what was not offered yet of the KV cache, whose token `first` is the first of these pages."""
+        sent.pushed, skipped = True, max(0, sent.offered - first) // self._page_size
+        pages, first = pages[skipped:], first + skipped * self._page_size
+        sent.offered = max(sent.offered, first + len(pages) * self._page_size)
+        for kv in self._pools.kv:
+            self._push(sent, kv, first // kv.component.tokens_per_row, kv.kind.expand(pages), after, last=last)
 
     def _push(
         self, sent: Sent, part: CachePart, first: int, slots: NDArray[np.int64], after: Event | None, *, last: bool

@@ -3,6 +3,7 @@ ones."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from pdtransfer.adapters.sglang.pools import KVPools
 from pdtransfer.adapters.sglang.prefill import SendingSide
 from pdtransfer.adapters.sglang.rooms import Change, Uses
 from pdtransfer.wire import Ranks
-from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, Pool, described_of
+from tests.library.adapters.sglang.sglang_modules import with_stand_ins
+from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, Pool, described_of, slots_of
 
 
 class ScriptedClient:
@@ -157,3 +159,47 @@ def test_prefill_gives_an_earlier_request_of_the_same_number_up(client: Scripted
     assert side.turn() == []
     client.events = [RoomLanded(room, 64), RoomDrained(room)]
     assert side.turn() == [Change(7, KVPoll.SUCCESS)]
+
+
+@pytest.mark.parametrize("but", [{}, {"disaggregation_mode": "decode"}, {"pp_size": 2}, {"drafter": object()}])
+def test_pages_are_offered_when_their_step_is_launched(but: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole pages of a chunk, and all that is left of a prompt with its last one; none that decode has, or before it
+    has asked. A drafter may compute more, and stages have other streams."""
+    torch = pytest.importorskip("torch")
+    context: dict[str, Any] = {
+        "disaggregation_mode": "prefill",
+        "disaggregation_transfer_backend": "pdtransfer",
+        "pp_size": 1,
+    } | but
+    hooks, offered = with_stand_ins("hooks", monkeypatch, **context), list[tuple[str, list[int], int, bool]]()
+
+    class Sender(hooks.dialect.KVSender):
+        def __init__(self, name: str, done: int, dummy: bool) -> None:
+            self.name, self.offered, self.kv_mgr = name, done, SimpleNamespace(is_dummy_cp_rank=dummy)
+
+        def push_ahead(self, pages: Any, *, start: int, after: Any, last: bool) -> None:
+            assert after is None, "a CPU has computed them"
+            offered.append((self.name, pages.tolist(), start, last))
+
+    def request(
+        name: str, end: int, *, done: int = 0, prefix: int = 0, waits: bool = False, dummy: bool = False
+    ) -> Any:
+        return SimpleNamespace(
+            origin_input_ids=[1] * 10, extend_end=end, start_send_idx=prefix, pending_bootstrap=waits,
+            kv=SimpleNamespace(req_pool_idx=0), disagg_kv_sender=Sender(name, done, dummy),
+        )  # fmt: skip
+
+    batch = SimpleNamespace(reqs=[
+        request("whole", 10), request("chunk", 7), request("rest", 10, done=4), request("known", 10, prefix=8),
+        request("short", 3), request("asked later", 10, waits=True), request("rank", 10, dummy=True),
+        request("unlike pages", 10, prefix=2), SimpleNamespace(origin_input_ids=[1], disagg_kv_sender=None),
+    ])  # fmt: skip
+    scheduler = SimpleNamespace(
+        draft_worker=context.get("drafter"), device="cpu", enable_overlap=False,
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=4, translate_kv_indices_for_transfer=lambda of: of),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.tensor(slots_of([5, 2, 9], 4))[None]),
+    )  # fmt: skip
+    assert hooks._run_batch(lambda *given: given, scheduler, batch, 3) == (scheduler, batch, 3)
+    assert offered == ([] if but else [
+        ("whole", [5, 2, 9], 0, True), ("chunk", [5], 0, False), ("rest", [2, 9], 4, True), ("known", [9], 8, True)
+    ])  # fmt: skip

@@ -75,6 +75,34 @@ def test_chunks_land_before_the_last_one_is_computed(engines: World) -> None:
     assert landed(engines, [5, 2, 9], [1, 8, 4], 12)
 
 
+class Computed(Event):
+    """As an engine's event: it has fired once it is set."""
+
+    query = Event.is_set
+
+
+@pytest.mark.parametrize("page", [1, 4, 8, 16])
+def test_pages_leave_when_they_are_computed_and_only_once(page: int) -> None:
+    """Each chunk is offered before its step has ended, and comes again with the step's result."""
+    with world(prefill_page=4, decode_page=page) as made:
+        side, pool = made.prefill[0].side, made.prefill[0].pool
+        source, target, steps = [5, 2, 9], list(range(1, 1 + -(-12 // page))), [Computed(), Computed()]
+        made.meet(7, target)
+        side.push_ahead(7, np.array([5]), start=0, after=steps[0], last=False)
+        side.push_ahead(7, np.array([2, 9]), start=4, after=steps[1], last=True)
+        for step, tokens in zip(steps, (4, 12), strict=True):
+            assert not landed(made, source, target, tokens)
+            step.set()
+            wait_for(lambda tokens=tokens: landed(made, source, target, tokens))
+        computed = pool.kv.copy()
+        pool.kv[:] = 0
+        made.push(7, [5])
+        made.push(7, [2, 9], first_page=1, aux=AUX)
+        made.until(7, KVPoll.SUCCESS)
+        pool.kv[:] = computed
+        assert landed(made, source, target, 12)
+
+
 @pytest.mark.parametrize(("prefill_page", "decode_page"), [(1, 16), (16, 1), (4, 16), (16, 4), (64, 1)])
 @pytest.mark.parametrize("tokens", [5, 16, 23])
 def test_page_sizes_differ(prefill_page: int, decode_page: int, tokens: int) -> None:

@@ -77,6 +77,7 @@ def sglang_groups() -> list[Group]:
     """All of SGLang's, the most wanted first."""
     dense, retracts = "test_dense_models_continue", "test_what_decode_retracts_goes_on"
     sparse = "test_other_forms_of_the_sparse_cache_continue"
+    ends = "(no_memory or behind_our_router or dead_servers)"
     return [
         Group("glm_dsa", 5, (GPU, "-k", "glm_dsa")),
         Group("retract-hisparse", 3, (GPU, "-k", f"{retracts} and hisparse")),
@@ -84,7 +85,8 @@ def sglang_groups() -> list[Group]:
         Group("dense-graphs", 3, (GPU, "-k", f"{dense} and graphs")),
         Group("v4", 4, (GPU, "-k", "deepseek_v4", "-rP")),
         Group("deepseek_v32", 5, (GPU, "-k", "deepseek_v32")),
-        Group("eagle", 4, (DRAFTS,)),
+        Group("eagle", 4, (DRAFTS, "-k", "llama")),
+        Group("mtp", 4, (DRAFTS, "-k", "deepseek")),
         Group("dense-hicache", 3, (GPU, "-k", f"{dense} and hicache")),
         Group("dense-dp", 3, (GPU, "-k", f"{dense} and attention")),
         Group("sparse-hicache", 4, (GPU, "-k", f"{sparse} and hicache")),
@@ -95,7 +97,8 @@ def sglang_groups() -> list[Group]:
         Group("lora", 3, (GPU, "-k", "test_an_adapter_by_its_name")),
         Group("mooncake", 3, (GPU, "-k", "test_kv_is_sent_over_mooncake")),
         Group("states", 3, (GPU, "-k", "test_states_are_sent_with_the_kv", "-rP")),
-        Group("llama", 5, (BOTH, "-k", "not other_models and not ranks and not stages")),
+        Group("llama", 5, (BOTH, "-k", f"not other_models and not ranks and not stages and not {ends}")),
+        Group("llama-ends", 5, (BOTH, "-k", ends)),
         Group("models", 3, (BOTH, "-k", "test_other_models_continue_as_well")),
         Group("bytes", ALONE, (GPU, "-k", "test_an_admission_reads_no_more_than_the_preload", "-rP")),
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sglang_engine import RefusedError, SglangPair, SglangServer, is_since
+from tests.support.sglang_engine import DEVICE, RefusedError, SglangPair, SglangServer, is_since
 from tests.support.vllm_engine import Checkpoints, prompts
 
 pytestmark = [
@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not is_since("0.5.23"), reason="earlier versions have other kernels to stand in for"),
 ]
 
+OF_A_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="no stand-in for latent attention in drafting steps")
 LENGTHS = 5, 20, 70, 130, 300  # within a page, of several, and of two chunks
 TOKENS = 24
 DRAFTS = 3
@@ -38,15 +39,18 @@ def handed_over(pair: SglangPair, prompt: list[int]) -> tuple[list[int], int]:
     return answer
 
 
-def test_decode_drafts_as_one_server_does(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """The drafter has the model's own layers, and drafts what the model takes, if it has the KV of the prompt. A
-    prefill server without it is refused."""
-    model, head = sglang_checkpoints.path("llama_drafted"), tmp_path / "head"
-    sglang_checkpoints.eagle(model, head, "LlamaForCausalLMEagle")
-    drafts = {
-        "speculative_algorithm": "EAGLE", "speculative_draft_model_path": head, "speculative_num_steps": DRAFTS,
-        "speculative_eagle_topk": 1, "speculative_num_draft_tokens": DRAFTS + 1,
+@pytest.mark.parametrize("name", ["llama_drafted", pytest.param("deepseek_v3_drafted", marks=OF_A_GPU)])
+def test_decode_drafts_as_one_server_does(sglang_checkpoints: Checkpoints, tmp_path: Path, name: str) -> None:
+    """The drafter, a head beside the model or its own layer for multi-token prediction, has the model's own layers, and
+    drafts what the model takes, if it has the KV of the prompt. A prefill server without it is refused."""
+    model, head = sglang_checkpoints.path(name), tmp_path / "head"
+    drafts: dict[str, Any] = {
+        "speculative_algorithm": "EAGLE", "speculative_num_steps": DRAFTS, "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": DRAFTS + 1,
     }  # fmt: skip
+    if name == "llama_drafted":
+        sglang_checkpoints.eagle(model, head, "LlamaForCausalLMEagle")
+        drafts["speculative_draft_model_path"] = head
     prefill = {"disaggregation_mode": "prefill"}
     decode = {"disaggregation_mode": "decode", "disaggregation_decode_retraction_backup": "cpu_tensor"}
     options = {"prefill": prefill | drafts, "decode": decode | drafts, "single": drafts, "plain": prefill}

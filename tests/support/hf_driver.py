@@ -31,11 +31,11 @@ LATENT: dict[str, Any] = {
     "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 96,
     "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "moe_intermediate_size": 128,
     "n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "topk_method": "noaux_tc", "initializer_range": 0.08,
+    "first_k_dense_replace": 1, "topk_method": "noaux_tc", "moe_layer_freq": 1, "scoring_func": "sigmoid",
+    "initializer_range": 0.08,
 }  # fmt: skip
-# As DeepSeek-V3 has it: SGLang asks for the names of all of these, and turns rows on a CPU in no other way.
+# As DeepSeek-V3 has it: SGLang turns rows on a CPU in no other way.
 PUBLISHED: dict[str, Any] = {
-    "moe_layer_freq": 1, "scoring_func": "sigmoid",
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 512,
         "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,

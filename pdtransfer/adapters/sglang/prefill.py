@@ -110,8 +110,8 @@ class SendingSide:
 
     def push_ahead(self, bootstrap_room: int, pages: Indices, *, start: int, after: Event | None, last: bool) -> None:
         """Pages of the KV cache, from token `start` on, are computed once `after` has fired; `last` of its prompt.
-        `push` leaves them out. A request that has ended is left alone."""
-        if (sent := self._open_room(bootstrap_room)) is not None:
+        `push` leaves them out. A request that has ended, or waits for decode, is left alone."""
+        if (sent := self._open_room(bootstrap_room)) is not None and sent.leased_s is not None:
             self._push_kv(sent, pages, start, after, last=last)
 
     def give_up(self, bootstrap_room: int) -> None:

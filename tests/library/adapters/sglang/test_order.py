@@ -139,6 +139,18 @@ def test_prefill_reports_an_end_once_nothing_reads_the_pages(end: str, client: S
     assert side.turn() == [expected_end]
 
 
+def test_what_is_offered_before_decode_has_memory_leaves_with_the_result(client: ScriptedClient) -> None:
+    side, room = SendingSide(client, described(), time_left_s=60.0), Uses(0).room(7)
+    side.begin(7)
+    client.events = [RoomAsked(room, 8, 0)]
+    side.turn()
+    side.push_ahead(7, np.array([1, 8]), start=0, after=None, last=True)
+    client.events = [RoomLeased(room, 8, 0)]
+    side.turn()
+    side.push(7, np.array([1, 8]), first_page=0, aux=AUX)
+    assert client.calls["push"] == [room]
+
+
 def test_prefill_pushes_nothing_of_a_request_that_has_ended(client: ScriptedClient) -> None:
     """A chunk that was under way as the room failed: its pages are others' soon."""
     side, room = sent(client)

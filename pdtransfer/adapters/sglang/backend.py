@@ -344,10 +344,6 @@ class Sender(dialect.KVSender):
         """The first tokens whose KV was offered."""
         return self._sent.offered if self._sent is not None else 0
 
-    def push_ahead(self, pages: Any, **fields: Any) -> None:
-        """Pages are being computed: they leave when they are."""
-        self.kv_mgr.sending.push_ahead(self.bootstrap_room, pages, **fields)
-
     def get_transfer_metric(self) -> Any:
         """What SGLang exports of the hand-off."""
         if self._sent is not None:

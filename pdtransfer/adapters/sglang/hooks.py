@@ -185,7 +185,7 @@ def _run_batch(original: Any, scheduler: Any, batch: Any, *args: Any, **named: A
         or scheduler.draft_worker is not None
     ):
         return result
-    event, page_size = None, scheduler.token_to_kv_pool_allocator.page_size
+    page_size, offers = scheduler.token_to_kv_pool_allocator.page_size, list[tuple[Any, int, bool, torch.Tensor]]()
     for request in batch.reqs:
         sender: Any = getattr(request, "disagg_kv_sender", None)
         end = len(request.origin_input_ids)
@@ -194,14 +194,18 @@ def _run_batch(original: Any, scheduler: Any, batch: Any, *args: Any, **named: A
         if not (last := request.extend_end >= end):
             end = request.extend_end // page_size * page_size
         start = max(request.start_send_idx, sender.offered)
-        if start % page_size or start >= end:
-            continue
-        if event is None and scheduler.device == "cuda":
-            event = torch.cuda.Event()
-            event.record(scheduler.forward_stream if scheduler.enable_overlap else torch.cuda.current_stream())
-        indices = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, start:end:page_size]
-        indices = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(indices)
-        sender.push_ahead((indices // page_size).cpu().numpy(), start=start, after=event, last=last)
+        if start % page_size == 0 and start < end:
+            indices = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, start:end:page_size]
+            offers.append((sender, start, last, indices))
+    if not offers:
+        return result
+    event = torch.cuda.Event() if scheduler.device == "cuda" else None
+    if event is not None:
+        event.record(scheduler.forward_stream if scheduler.enable_overlap else torch.cuda.current_stream())
+    indices = torch.cat([offer[-1] for offer in offers])
+    pages = (scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(indices) // page_size).cpu()
+    for (sender, start, last, _), part in zip(offers, pages.split([len(offer[-1]) for offer in offers]), strict=True):
+        sender.kv_mgr.sending.push_ahead(sender.bootstrap_room, part.numpy(), start=start, after=event, last=last)
     return result
 
 

@@ -177,7 +177,6 @@ def test_prefill_gives_an_earlier_request_of_the_same_number_up(client: Scripted
 def test_pages_are_offered_when_their_step_is_launched(but: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole pages of a chunk, and all that is left of a prompt with its last one; none that decode has, or before it
     has asked. A drafter may compute more, and stages have other streams."""
-    torch = pytest.importorskip("torch")
     context: dict[str, Any] = {
         "disaggregation_mode": "prefill",
         "disaggregation_transfer_backend": "pdtransfer",
@@ -187,11 +186,12 @@ def test_pages_are_offered_when_their_step_is_launched(but: dict[str, Any], monk
 
     class Sender(hooks.dialect.KVSender):
         def __init__(self, name: str, done: int, dummy: bool) -> None:
-            self.name, self.offered, self.kv_mgr = name, done, SimpleNamespace(is_dummy_cp_rank=dummy)
+            manager = SimpleNamespace(is_dummy_cp_rank=dummy, sending=self)
+            self.bootstrap_room, self.offered, self.kv_mgr = name, done, manager
 
-        def push_ahead(self, pages: Any, *, start: int, after: Any, last: bool) -> None:
+        def push_ahead(self, name: str, pages: Any, *, start: int, after: Any, last: bool) -> None:
             assert after is None, "a CPU has computed them"
-            offered.append((self.name, pages.tolist(), start, last))
+            offered.append((name, pages.tolist(), start, last))
 
     def request(
         name: str, end: int, *, done: int = 0, prefix: int = 0, waits: bool = False, dummy: bool = False
@@ -209,7 +209,7 @@ def test_pages_are_offered_when_their_step_is_launched(but: dict[str, Any], monk
     scheduler = SimpleNamespace(
         draft_worker=context.get("drafter"), device="cpu", enable_overlap=False,
         token_to_kv_pool_allocator=SimpleNamespace(page_size=4, translate_kv_indices_for_transfer=lambda of: of),
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.tensor(slots_of([5, 2, 9], 4))[None]),
+        req_to_token_pool=SimpleNamespace(req_to_token=hooks.torch.tensor(slots_of([5, 2, 9], 4))[None]),
     )  # fmt: skip
     assert hooks._run_batch(lambda *given: given, scheduler, batch, 3) == (scheduler, batch, 3)
     assert offered == ([] if but else [

@@ -1,4 +1,4 @@
-"""Memory that a GPU sees, filled and read back from here; pools of every layout, and what indexing makes of them."""
+"""Memory that a GPU sees, filled and read back from here; and what is copied between two of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from pdtransfer.kernels import gpu as gpus
 from pdtransfer.kernels.pools import Progress, State
 from pdtransfer.memory.arena_memory import ArenaMemory
-from tests.support.layout_tensors import Model, mha, mla
-from tests.support.layout_tensors import Pool as Tensors
+from tests.support.layout_tensors import mha, mla
 
 ENDED_SECONDS_MAX = 30
 
@@ -53,24 +52,6 @@ class OnCard:
     def close(self) -> None:
         if self._arena is not None:
             self._arena.close()
-
-
-def by_tensors(source: Tensors, target: Tensors, source_slots: Any, target_slots: Any) -> np.ndarray[Any, Any]:
-    """The same by indexing."""
-    after = Tensors(**{name: getattr(target, name) for name in ("name", "model", "page_size", "slots", "base")})
-    after.memory[:] = target.memory
-    of, at = (np.asarray(slots, np.int64) for slots in (source_slots, target_slots))
-    for kind, _, _ in target.model.parts:
-        rows = source.rows_of(kind)[:, :, of // source.page_size, of % source.page_size]
-        after.rows_of(kind)[:, :, at // target.page_size, at % target.page_size] = rows
-    return after.memory
-
-
-def tensors(name: str, model: Model, page_size: int, pages: int, *, content: bool) -> Tensors:
-    made = Tensors(name=name, model=model, page_size=page_size, slots=pages * page_size)
-    if content:
-        made.fill(np.arange(made.slots) + 1_000)
-    return made
 
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")

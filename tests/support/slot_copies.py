@@ -30,9 +30,10 @@ def wanted(source: Tensors, target: Tensors, source_slots: Any, target_slots: An
     """The target's whole memory after the copy, by the tensors' indexing."""
     after = replace(target)
     after.memory[:] = target.memory
-    for kind, layer, head in target.model.rows():
-        rows = source.read(kind, layer, head, np.asarray(source_slots, np.int64))
-        after.put(kind, layer, head, np.asarray(target_slots, np.int64), rows)
+    of, at = (np.asarray(slots, np.int64) for slots in (source_slots, target_slots))
+    for kind, *_ in target.model.parts:
+        rows = source.rows_of(kind)[:, :, of // source.page_size, of % source.page_size]
+        after.rows_of(kind)[:, :, at // target.page_size, at % target.page_size] = rows
     return after.memory
 
 

@@ -23,7 +23,8 @@ from pdtransfer.kernels.tables import DeviceTables
 from pdtransfer.layout.layout import Layout, Plane
 from tests.support.layout_tensors import CANARY, Model, c4, dsa_index, mla
 from tests.support.layout_tensors import Pool as Tensors
-from tests.support.on_card import GRID, LAYOUTS, OnCard, by_tensors, ended, tensors, two_memories
+from tests.support.on_card import GRID, LAYOUTS, OnCard, ended, two_memories
+from tests.support.slot_copies import filled, wanted
 
 if driver.count() == 0:
     pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
@@ -57,13 +58,13 @@ def test_rows_land_where_indexing_puts_them(
 ) -> None:
     rng = np.random.default_rng(pages)
     source, target = (
-        tensors(source_name, model, 16, pages, content=True),
-        tensors(target_name, model, 16, pages, content=False),
+        filled(source_name, model, 16, pages, content=True),
+        filled(target_name, model, 16, pages, content=False),
     )
     rows = 16 * pages - (pages > 1) * 5
     ours, theirs = rng.permutation(source.slots)[:rows], rng.permutation(target.slots)[:rows].astype(np.int32)
     after = copied(places, source, target, torch.from_numpy(ours).cuda(), theirs, rows)
-    assert np.array_equal(after, by_tensors(source, target, ours, theirs))
+    assert np.array_equal(after, wanted(source, target, ours, theirs))
 
 
 @pytest.mark.parametrize("name", ["layer_first", "page_first", "page_first_direct"])
@@ -73,15 +74,15 @@ def test_pages_that_keep_their_parts_apart_land(
     places: tuple[OnCard, OnCard], model: Model, page_size: int, name: str, by_pages: bool
 ) -> None:
     source, target = (
-        tensors("layer_first", model, page_size, 9, content=True),
-        tensors(name, model, page_size, 9, content=False),
+        filled("layer_first", model, page_size, 9, content=True),
+        filled(name, model, page_size, 9, content=False),
     )
     rng = np.random.default_rng(3)
     pages = [rng.permutation(9)[:7] for _ in range(2)]
     slots = [(page[:, None] * page_size + np.arange(page_size)).reshape(-1) for page in pages]
     given = [PageSlots(page) for page in pages] if by_pages else slots
     after = copied(places, source, target, *given, 7 * page_size)
-    assert np.array_equal(after, by_tensors(source, target, *slots))
+    assert np.array_equal(after, wanted(source, target, *slots))
 
 
 @pytest.mark.parametrize("bytes_", [*range(1, 131), 255, 256, 257, 575, 576, 577, 655, 656, 1151, 1152, 1153, 5001])
@@ -117,37 +118,37 @@ def test_any_row_size_at_any_alignment_stays_within_its_row(bytes_: int) -> None
 def test_progress_shows_that_every_row_is_there(places: tuple[OnCard, OnCard]) -> None:
     model, progress = mla(layers=range(61)), Progress(0)
     source, target = (
-        tensors("layer_first", model, 16, 40, content=True),
-        tensors("page_first", model, 16, 40, content=False),
+        filled("layer_first", model, 16, 40, content=True),
+        filled("page_first", model, 16, 40, content=False),
     )
     for turn in range(3):
         slots = [np.random.default_rng(seed + turn).permutation(640) for seed in (0, 9)]
         after = copied(places, source, target, *slots, 640, progress=progress)
         assert ended(progress) is State.COMPLETE
-        assert np.array_equal(after, by_tensors(source, target, *slots))
+        assert np.array_equal(after, wanted(source, target, *slots))
         assert progress.refused == 0
         for place in places:
             place.close()
 
 
 def test_slots_that_only_the_card_knows_are_skipped_and_counted(places: tuple[OnCard, OnCard]) -> None:
-    source, target = (tensors("layer_first", mla(), 16, 4, content=content) for content in (True, False))
+    source, target = (filled("layer_first", mla(), 16, 4, content=content) for content in (True, False))
     known = np.array([5, -1, 9, 1 << 40, 64, 63])
     progress = Progress(0)
     after = copied(places, source, target, range(6), torch.from_numpy(known).cuda(), 6, progress=progress)
     assert ended(progress) is State.COMPLETE
     assert progress.refused == 3
-    assert np.array_equal(after, by_tensors(source, target, [0, 2, 5], known[[0, 2, 5]]))
+    assert np.array_equal(after, wanted(source, target, [0, 2, 5], known[[0, 2, 5]]))
 
 
 @pytest.mark.parametrize("count", [0, 3, 100])
 def test_a_count_that_only_the_card_knows_is_read_there(places: tuple[OnCard, OnCard], count: int) -> None:
-    source, target = (tensors("layer_first", mla(), 16, 4, content=content) for content in (True, False))
+    source, target = (filled("layer_first", mla(), 16, 4, content=content) for content in (True, False))
     known = torch.tensor([count], dtype=torch.int32, device="cuda")
     slots = random.Random(1).sample(range(64), 6)
     after = copied(places, source, target, range(6), torch.tensor(slots).cuda(), 6, count=known)
     used = min(count, 6)
-    right = by_tensors(source, target, list(range(used)), slots[:used]) if used else target.memory
+    right = wanted(source, target, list(range(used)), slots[:used]) if used else target.memory
     assert np.array_equal(after, right)
 
 

@@ -24,7 +24,8 @@ from pdtransfer.kernels.ring import blocks
 from pdtransfer.layout.layout import Layout, Plane
 from tests.support.layout_tensors import CANARY, Model, c4, dsa_index, mla
 from tests.support.layout_tensors import Pool as Tensors
-from tests.support.on_card import GRID, LAYOUTS, OnCard, by_tensors, ended, tensors, two_memories
+from tests.support.on_card import GRID, LAYOUTS, OnCard, ended, two_memories
+from tests.support.slot_copies import filled, wanted
 
 if driver.count() == 0:
     pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
@@ -72,15 +73,15 @@ def test_every_backend_carries_every_layout_into_every_other(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 1)  # whatever lies together goes through the ring
     rng, count = np.random.default_rng(pages), page_size * (pages - 2) + 5
-    source = tensors(source_name, model, page_size, pages, content=True)
-    target = tensors(target_name, model, page_size, pages, content=False)
+    source = filled(source_name, model, page_size, pages, content=True)
+    target = filled(target_name, model, page_size, pages, content=False)
     anywhere = rng.permutation(source.slots)[:count].astype(np.int32)
     ours, theirs = (extents(source.slots, count, 1), anywhere) if places[0].host else (anywhere, None)
     theirs = extents(target.slots, count, 0) if theirs is None else theirs
     sides, progress = pools_of(places, source, target), Progress(0)
     push(sides[1], sides[0], theirs, ours, count, backend=backend, progress=progress)
     assert ended(progress) is State.COMPLETE
-    assert np.array_equal(places[1].get(len(target.memory)), by_tensors(source, target, ours, theirs))
+    assert np.array_equal(places[1].get(len(target.memory)), wanted(source, target, ours, theirs))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -108,8 +109,8 @@ def test_transfers_are_cut_where_registrations_meet(backend: Backend) -> None:
 def big(rows: int) -> tuple[Tensors, Tensors]:
     model = mla(layers=range(61))
     return (
-        tensors("layer_first", model, 16, rows // 16, content=True),
-        tensors("page_first", model, 16, rows // 16, content=False),
+        filled("layer_first", model, 16, rows // 16, content=True),
+        filled("page_first", model, 16, rows // 16, content=False),
     )
 
 
@@ -130,7 +131,7 @@ def test_threads_push_at_once_each_to_its_own_rows(places: tuple[OnCard, OnCard]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(some, range(4)))
     slots = (anywhere, np.arange(1_024)) if places[0].host else (np.arange(1_024), anywhere)
-    assert np.array_equal(places[1].get(len(target.memory)), by_tensors(source, target, slots[1], slots[0]))
+    assert np.array_equal(places[1].get(len(target.memory)), wanted(source, target, slots[1], slots[0]))
 
 
 @pytest.mark.parametrize("backend", ["direct", "ring"])
@@ -183,7 +184,7 @@ def test_a_push_waits_for_what_its_stream_has_and_what_comes_later_waits_for_it(
     if not places[0].host:
         sent += 1 + 2 * 8
     source.memory[:] = sent
-    assert np.array_equal(places[1].get(len(target.memory)), by_tensors(source, target, slots, slots))
+    assert np.array_equal(places[1].get(len(target.memory)), wanted(source, target, slots, slots))
 
 
 def test_what_a_ring_cannot_carry_it_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +192,8 @@ def test_what_a_ring_cannot_carry_it_refuses_with_a_reason(monkeypatch: pytest.M
     place = OnCard(host=False), OnCard(host=True)
     try:
         source, target = (
-            tensors("layer_first", mla(), 16, 9, content=True),
-            tensors("page_first", mla(), 16, 9, content=False),
+            filled("layer_first", mla(), 16, 9, content=True),
+            filled("page_first", mla(), 16, 9, content=False),
         )
         sides = pools_of(place, source, target)
         with pytest.raises(LocalProtocolError, match="long enough"):

@@ -12,7 +12,6 @@ from pdtransfer.errors import Cause
 from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.decode.room_request import RoomRequest
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.effects import Offer
 from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.layout.layout import Component, Layout
@@ -101,11 +100,15 @@ class CoreAndClock:
 class DecodeEnd(CoreAndClock):
     """A DecodeSessions whose prefill ranks are played by the test."""
 
-    def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS, **options: Any) -> None:
+    reach = REACH
+
+    def __init__(
+        self, limits: Limits = LIMITS, slots: int = SLOTS, arena: tuple[Component, ...] | None = None, **options: Any
+    ) -> None:
         self.now = 0.0
         ids = iter(range(0xA0, 0xFFF))
-        arena = components(slots, 1, page_first=True)
         self.me = identity("d0", "decode", window=limits.window)
+        arena = arena or components(slots, 1, page_first=True)
         self.core = DecodeSessions(self.me, arena, limits, lambda: next(ids), **options)
         self.incarnation = 1
 
@@ -139,11 +142,12 @@ class DecodeEnd(CoreAndClock):
         """A session with this peer, up; its id."""
         return self.registered(peer, **changes).session
 
-    def registered(self, peer: str = P, bytes_ready: int = ARENA_BYTES, **changes: Any) -> Register:
-        """The same; its Register."""
+    def registered(self, peer: str = P, bytes_ready: int | None = None, **changes: Any) -> Register:
+        """The same; its Register. All memory is ready, unless `bytes_ready` says how much."""
         self.core.dial(peer, self.now)
         (offer,) = of(self.receive(self.welcome(**changes), peer=peer), fx.Offer)
-        (register,) = sent(self.core.offered(offer.session, REACH, self.now), Register)
+        (register,) = sent(self.core.offered(offer.session, self.reach, self.now), Register)
+        bytes_ready = self.reach.arena_bytes if bytes_ready is None else bytes_ready
         self.receive(Registered(register.session, bytes_ready), peer=peer)
         assert self.core.prefill_peers.peers[peer].up is not None
         return register
@@ -261,15 +265,7 @@ ARENA = max(component.layout.end for component in twins())
 class TwinEnd(DecodeEnd):
     """A decode rank that serves both kinds; its arena's Reach has the bytes that both take."""
 
-    def __init__(self, limits: Limits = LIMITS, **options: Any) -> None:
-        super().__init__(limits)
-        ids = iter(range(0xA0, 0xFFF))
-        self.core = DecodeSessions(self.me, twins(), limits, lambda: next(ids), **{"enable_hisparse": True} | options)
+    reach = msgspec.structs.replace(REACH, arena_bytes=ARENA)
 
-    def registered(self, peer: str = P, bytes_ready: int = ARENA, **changes: Any) -> Register:
-        self.core.dial(peer, self.now)
-        (offer,) = of(self.receive(self.welcome(**changes), peer=peer), Offer)
-        reach = msgspec.structs.replace(REACH, arena_bytes=ARENA)
-        (register,) = sent(self.core.offered(offer.session, reach, self.now), Register)
-        self.receive(Registered(register.session, bytes_ready), peer=peer)
-        return register
+    def __init__(self, limits: Limits = LIMITS, arena: tuple[Component, ...] = twins(), **options: Any) -> None:
+        super().__init__(limits, arena=arena, **{"enable_hisparse": True} | options)

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import Cause
-from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.effects import Offer, RoomFailed, RoomReady, Settle, StopSettling
 from pdtransfer.handoff.staged_register import staging_of
 from pdtransfer.layout.checksum import CHECKSUM_BYTES
 from pdtransfer.layout.layout import Component, Layout, Span
 from pdtransfer.layout.staging import staged
-from pdtransfer.limits import Limits
 from pdtransfer.wire import Abort, Drained, Grant, Registered, Reject, StagedLayout
 from tests.library.handoff.decode.hbm_pair import expected, hbm_pair
 from tests.library.sim.pools import LAYERS, ROW
@@ -31,7 +29,6 @@ from tests.support.session_ends import (
     P,
     PrefillEnd,
     TwinEnd,
-    identity,
     kv_bytes,
     of,
     sent,
@@ -52,27 +49,16 @@ CHECKSUM = (7).to_bytes(CHECKSUM_BYTES, "little")
 class ApartEnd(TwinEnd):
     """Its kv in HBM is in a memory of its own, which `handle` opens."""
 
-    def __init__(
-        self,
-        limits: Limits = LIMITS,
-        handle: bytes = b"",
-        components: tuple[Component, ...] = twins(),
-        **options: Any,
-    ) -> None:
-        super().__init__(limits)
-        ids = iter(range(0xA0, 0xFFF))
-        self.handle = handle
-        me = identity("d0", "decode", window=limits.window)
-        options = {"enable_hisparse": True, "landing": LANDING} | options
-        self.core = DecodeSessions(me, components, limits, lambda: next(ids), **options)
+    def __init__(self, handle: bytes = b"", **options: Any) -> None:
+        super().__init__(**{"landing": LANDING} | options)
+        self.reach = msgspec.structs.replace(
+            REACH, arena_bytes=STAGED, hbm_handle=handle, hbm_base=BASE, hbm_bytes=ARENA - BASE
+        )
 
     def registers(self, *, bytes_ready: int = STAGED, hbm_direct: bool = False) -> list[Any]:
         self.core.dial(P, self.now)
         (offer,) = of(self.receive(self.welcome()), Offer)
-        reach = msgspec.structs.replace(
-            REACH, arena_bytes=STAGED, hbm_handle=self.handle, hbm_base=BASE, hbm_bytes=ARENA - BASE
-        )
-        self.core.offered(offer.session, reach, self.now)
+        self.core.offered(offer.session, self.reach, self.now)
         return self.receive(Registered(offer.session, bytes_ready, hbm_direct))
 
     def piece(self, room: int, tokens: int = PIECE, **options: Any) -> Grant:
@@ -198,7 +184,7 @@ def test_a_window_waits_for_slots_where_the_engine_has_all_tokens() -> None:
     window = Component("window", "hbm", 1, Span("last", PIECE), layout.rebase(layout.end - BASE))
     components = kv, window
     landing = staged(components, base=BASE, byte_count=(DENSE_SLOTS // 2 + PIECE) * LAYERS * ROW + 512)
-    end = ApartEnd(components=components, landing=landing, enable_hisparse=False, verify=True)
+    end = ApartEnd(arena=components, landing=landing, enable_hisparse=False, verify=True)
     end.registers()
     granted = [sent(end.expect(room, PIECE, prefix=PIECE), Grant) for room in (1, 2)]
     ((grant,), nothing) = granted
@@ -234,7 +220,7 @@ def test_a_piece_that_no_frame_could_carry_fails_its_room_and_nobody_elses() -> 
     components = (msgspec.structs.replace(dense, layout=layout),)
     buffer_bytes = slots * LAYERS * ROW + 256
     landing = staged(components, base=BASE, byte_count=buffer_bytes)
-    end = ApartEnd(components=components, landing=landing, enable_hisparse=False)
+    end = ApartEnd(arena=components, landing=landing, enable_hisparse=False)
     end.core.dial(P, end.now)
     (offer,) = of(end.receive(end.welcome(frame_bytes_max=1 << 16)), Offer)
     reach = msgspec.structs.replace(REACH, arena_bytes=BASE + buffer_bytes)

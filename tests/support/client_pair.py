@@ -168,6 +168,10 @@ class Expected:
         return bool((arena == self.pool.memory).all())
 
 
+def plain_arena(target: Pool) -> ArenaMemory:
+    return ArenaMemory.create(len(target.memory), huge_pages="never")
+
+
 @contextmanager
 def client_pair(
     *,
@@ -178,6 +182,7 @@ def client_pair(
     prefill_settings: dict[str, Any] | None = None,
     decode_settings: dict[str, Any] | None = None,
     decode_options: dict[str, Any] | None = None,
+    arena_of: Callable[[Pool], ArenaMemory] = plain_arena,
     components: Callable[[Component], Sequence[Component]] = lambda one: [one],
     prefix_cache: bool = True,
     held: Any | None = None,
@@ -189,10 +194,9 @@ def client_pair(
     model = model or mla(layers=range(2))
     pools = [Pool(name=name, model=model, page_size=page, slots=slots) for name, page, slots in (source, target)]
     pools[0].fill(np.arange(pools[0].slots))
-    size = len(pools[1].memory)
-    arena = ArenaMemory.create(size, huge_pages="never")
+    arena = arena_of(pools[1])
     arena.mapping.array[:] = CANARY
-    pools[1].__dict__["memory"] = arena.mapping.array[:size]
+    pools[1].__dict__["memory"] = arena.mapping.array[: len(pools[1].memory)]
     pools[1].__dict__.pop("tensor", None)
     prefill = PrefillClient(
         settings("p", limits, **prefill_settings or {}), [component(pools[0])],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,17 +16,13 @@ from pdtransfer.handoff.effects import RoomFailed, RoomReady
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.options import WriterOptions
-from tests.library.handoff.decode.hbm_pair import in_hbm
+from tests.library.handoff.decode.hbm_pair import in_hbm, memory_of
 from tests.support.client_pair import Expected, Pair, component, settings, slots_of_pages
 from tests.support.internals import core_of
 from tests.support.layout_tensors import CANARY, Pool, mla
 
 TOKENS = 40
 BUFFER_ROWS = 16  # of the staging buffer: a room of all 256 slots crosses in some 60 pieces
-
-
-def memory_of(hbm: Hbm) -> np.ndarray:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * hbm.byte_count).from_address(hbm.address))
 
 
 @contextmanager

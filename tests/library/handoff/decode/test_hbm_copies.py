@@ -15,9 +15,9 @@ from pdtransfer.layout.checksum import CHECKSUM_BYTES
 from pdtransfer.layout.layout import Component, Layout, Span
 from pdtransfer.layout.staging import staged
 from pdtransfer.wire import Abort, Drained, Grant, Registered, Reject, StagedLayout
-from tests.library.handoff.decode.hbm_pair import expected, hbm_pair
+from tests.library.handoff.decode.hbm_pair import hbm_pair
 from tests.library.sim.pools import LAYERS, ROW
-from tests.support.client_pair import slots_of_pages
+from tests.support.client_pair import Expected, slots_of_pages
 from tests.support.internals import core_of, node_of
 from tests.support.layout_tensors import CANARY
 from tests.support.session_ends import (
@@ -429,8 +429,8 @@ def test_a_staging_buffer_that_is_none_is_a_breach(staging: tuple[StagedLayout, 
 
 
 def test_dense_rows_land_in_hbm_and_sparse_ones_stay_in_dram_to_the_byte() -> None:
-    with hbm_pair() as pair:
-        dram, hbm = expected(pair), expected(pair)
+    with hbm_pair() as (pair, memory):
+        dram, hbm = Expected(pair.target), Expected(pair.target)
         pages = {}
         for room, sparse in ((1, True), (2, False), (3, False)):
             pair.expect(room, 40, growth=3, enable_hisparse=sparse)
@@ -440,7 +440,7 @@ def test_dense_rows_land_in_hbm_and_sparse_ones_stay_in_dram_to_the_byte() -> No
             target = dram if room == 1 else hbm
             target.land(slots_of_pages(of_room, 16, 40), ready.slots["kv"][:40])
         assert dram.holds(pair.target.memory)
-        assert (pair.hbm == hbm.pool.memory).all()
+        assert hbm.holds(memory)
         lifts = core_of(pair.decode).post_landing
         assert lifts.copies["dense"] >= 2
         node = node_of(pair.decode)
@@ -450,18 +450,18 @@ def test_dense_rows_land_in_hbm_and_sparse_ones_stay_in_dram_to_the_byte() -> No
 
 
 def test_verified_rows_are_copied_up_as_well() -> None:
-    with hbm_pair(twin=False, verify=True) as pair:
+    with hbm_pair(twin=False, verify=True) as (pair, memory):
         pair.expect(1, 100)
         pages = pair.send(1, 100)
-        ready, hbm = pair.ready(1), expected(pair)
+        ready, hbm = pair.ready(1), Expected(pair.target)
         hbm.land(slots_of_pages(pages, 16, 100), ready.slots["kv"])
-        assert (pair.hbm == hbm.pool.memory).all()
+        assert hbm.holds(memory)
         assert core_of(pair.decode).post_landing.matched >= 2, "two pieces at least"
 
 
 def test_a_prompt_that_others_have_left_in_hbm_is_copied_up_once() -> None:
     """One component, in HBM: all rooms are of one kind, and share what they have in common."""
-    with hbm_pair(twin=False) as pair:
+    with hbm_pair(twin=False) as (pair, _):
         prompt = np.arange(64)
         for room in (1, 2):
             pair.expect(room, 64, prompt=prompt)
@@ -472,12 +472,12 @@ def test_a_prompt_that_others_have_left_in_hbm_is_copied_up_once() -> None:
 
 
 def test_a_room_larger_than_the_buffer_lands_byte_for_byte() -> None:
-    with hbm_pair(twin=False, staging_rows=24) as pair:
+    with hbm_pair(twin=False, staging_rows=24) as (pair, memory):
         pair.expect(1, 200)
         pages = pair.send(1, 200)
-        ready, landed = pair.ready(1), expected(pair)
+        ready, landed = pair.ready(1), Expected(pair.target)
         landed.land(slots_of_pages(pages, 16, 200), ready.slots["kv"])
-        assert (pair.hbm == landed.pool.memory).all()
+        assert landed.holds(memory)
         assert (pair.target.memory == CANARY).all()
         assert core_of(pair.decode).post_landing.copies["dense"] >= 200 // 6
 

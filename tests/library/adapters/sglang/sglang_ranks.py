@@ -33,23 +33,30 @@ class Pool:
 
     conv_sections: tuple[int, ...] | None = None  # of the model
     drafter_total: int | None = None  # KV heads of a drafter, if it has others than the model
+    of_rows: tuple[str, ...] = ("kv", "swa")  # whose buffers have a row for each token, and pages of them as items
 
     def __init__(self, raw: np.ndarray | None, page_size: int, heads: int, states: Sequence[str], latent: bool) -> None:
-        kinds = 1 if latent else 2
-        shapes = {"kv": ((kinds, LAYERS, SLOTS, 1 if latent else heads, WIDTH), np.float32)}
-        shapes["swa"] = shapes["kv"]
-        shapes["dsa"] = ((LAYERS, SLOTS // page_size, ITEM * page_size), np.uint8)
-        shapes["minimax_index_k"] = shapes["dsa"]
-        shapes["minimax_dense_kv"] = ((LAYERS, SLOTS // page_size, ITEM * page_size * heads), np.uint8)
-        shapes["mamba"] = ((LAYERS, REQUESTS, ITEM), np.uint8)
-        wanted = {name: shapes[name] for name in ("kv", *states)}
-        sizes = {name: int(np.prod(shape)) * np.dtype(dtype).itemsize for name, (shape, dtype) in wanted.items()}
-        raw = np.zeros(sum(sizes.values()), np.uint8) if raw is None else raw[: sum(sizes.values())]
-        self.raw, self.page_size, self.states, self.arrays = raw, page_size, list(states), {}
+        self.page_size, self.states = page_size, list(states)
+        shapes = self.shapes(heads, latent)
+        sizes = {name: int(np.prod(shape)) * np.dtype(dtype).itemsize for name, (shape, dtype) in shapes.items()}
+        self.raw = np.zeros(sum(sizes.values()), np.uint8) if raw is None else raw[: sum(sizes.values())]
+        self.arrays: dict[str, np.ndarray] = {}
         at = 0
-        for name, (shape, dtype) in wanted.items():
-            self.arrays[name] = raw[at : at + sizes[name]].view(dtype).reshape(shape)
+        for name, (shape, dtype) in shapes.items():
+            self.arrays[name] = self.raw[at : at + sizes[name]].view(dtype).reshape(shape)
             at += sizes[name]
+
+    def shapes(self, heads: int, latent: bool) -> dict[str, Any]:
+        """Of the arrays, in their order, and their dtypes."""
+        pages = SLOTS // self.page_size
+        kv = (1 if latent else 2, LAYERS, SLOTS, 1 if latent else heads, WIDTH), np.float32
+        index = (LAYERS, pages, ITEM * self.page_size), np.uint8
+        known: dict[str, Any] = {
+            "kv": kv, "swa": kv, "dsa": index, "minimax_index_k": index,
+            "minimax_dense_kv": ((LAYERS, pages, ITEM * self.page_size * heads), np.uint8),
+            "mamba": ((LAYERS, REQUESTS, ITEM), np.uint8),
+        }  # fmt: skip
+        return {name: known[name] for name in ("kv", *self.states)}
 
     def to_host(self, memory: Callable[[int], np.ndarray]) -> None:
         """The model's KV is in host memory from now on, as with HiSparse."""
@@ -61,11 +68,15 @@ class Pool:
         """(kinds, layers, slots, heads, width)."""
         return self.arrays["kv"]
 
-    def _buffers(self, name: str) -> Buffers:
+    def listed(self, name: str) -> list[np.ndarray]:
+        """The buffers of one kind, each (rows, ...) or (items, ...)."""
         array = self.arrays[name]
-        array = array.reshape(-1, *array.shape[2:]) if name in ("kv", "swa") else array
-        item = array[0, 0].nbytes * (self.page_size if name in ("kv", "swa") else 1)
-        return Buffers([each.ctypes.data for each in array], [each.nbytes for each in array], [item] * len(array))
+        return list(array.reshape(-1, *array.shape[2:]) if name in self.of_rows else array)
+
+    def _buffers(self, name: str) -> Buffers:
+        arrays, rows = self.listed(name), self.page_size if name in self.of_rows else 1
+        items = [each[0].nbytes * rows for each in arrays]
+        return Buffers([each.ctypes.data for each in arrays], [each.nbytes for each in arrays], items)
 
     @property
     def args(self) -> Any:
@@ -112,38 +123,33 @@ class CompressedPool(Pool):
     """DeepSeek V4's of these ratios, as SGLang lists it: kind by kind, each a buffer for each of its layers. Kinds have
     items of their own sizes, and not all the same number of them."""
 
+    of_rows = ()
+
     def __init__(
         self, raw: np.ndarray | None, page_size: int, heads: int = 1, states: Sequence[str] = (), latent: bool = True
     ) -> None:
-        pages, fours, wides = SLOTS // page_size, RATIOS.count(4), RATIOS.count(128)
-        self.shapes = {
+        super().__init__(raw, page_size, heads, states, latent)
+        self.items: dict[str, list[np.ndarray]] = {}  # of each buffer (items, bytes)
+        for name, array in self.arrays.items():
+            self.items.setdefault(name.partition(" ")[0], []).extend(array)
+
+    def shapes(self, heads: int, latent: bool) -> dict[str, Any]:
+        pages, fours, wides = SLOTS // self.page_size, RATIOS.count(4), RATIOS.count(128)
+        known = {
             "kv": [(fours, pages + 3, 72)], "kv_device": [(fours, pages + 3, 24), (wides, pages + 9, 8)],
             "swa": [(len(RATIOS), pages, 104), (fours, pages + 1, 48), (fours, pages + 1, 16)],
             "swa_draft": [(1, pages, 104)], "c128_state": [(wides, REQUESTS, 64)],
         }  # fmt: skip
-        wanted = {name: self.shapes[name] for name in ("kv", "kv_device", *states)}
-        byte_count = sum(int(np.prod(shape)) for shapes in wanted.values() for shape in shapes)
-        raw = np.zeros(byte_count, np.uint8) if raw is None else raw[:byte_count]
-        self.raw, self.page_size, self.states = raw, page_size, list(states)
-        self.items: dict[str, list[np.ndarray]] = {}  # of each buffer (items, bytes)
-        at = 0
-        for name, shapes in wanted.items():
-            self.items[name] = []
-            for count, *item in shapes:
-                for _ in range(count):
-                    self.items[name].append(raw[at : at + int(np.prod(item))].reshape(item))
-                    at += int(np.prod(item))
+        names = "kv", "kv_device", *self.states
+        return {f"{name} {part}": (shape, np.uint8) for name in names for part, shape in enumerate(known[name])}
 
     def to_host(self, memory: Callable[[int], np.ndarray]) -> None:
         """The rows of 4 are, in pages of their own."""
         shape = len(self.items["kv"]), HOST_PAGES, 72
         self.items["kv"] = list(memory(int(np.prod(shape))).reshape(shape))
 
-    def _buffers(self, name: str) -> Buffers:
-        items = self.items["kv"] + self.items["kv_device"] if name == "kv" else self.items[name]
-        return Buffers(
-            [each.ctypes.data for each in items], [each.nbytes for each in items], [len(each[0]) for each in items]
-        )
+    def listed(self, name: str) -> list[np.ndarray]:
+        return self.items["kv"] + self.items["kv_device"] if name == "kv" else self.items[name]
 
     @property
     def args(self) -> Any:

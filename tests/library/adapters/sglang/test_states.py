@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +13,6 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 from pdtransfer import KVPoll
 from pdtransfer.adapters.kit.kinds import StatePart
-from pdtransfer.adapters.sglang.pools import Buffers
 from pdtransfer.adapters.sglang.states import Sections, conv_sections, item_parts, states_fact
 from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, REQUESTS, Pool, World, slots_of, stage_of, world
 
@@ -58,28 +56,18 @@ def pool_of(model: Model) -> type[Pool]:
     class StatePool(Pool):
         conv_sections = None if model.named else model.sections
 
-        def __init__(
-            self, raw: np.ndarray | None, page_size: int, heads: int, states: Sequence[str], latent: bool
-        ) -> None:
+        def __init__(self, raw: np.ndarray | None, page_size: int, heads: int, *more: Any) -> None:
             self.items = model.of_rank(model.states(0), 0, HEADS // heads)
-            end = len(Pool(None, page_size, heads, (), latent).raw)
-            byte_count = end + sum(item.nbytes for item in self.items) * REQUESTS * len(STATE_LAYERS)
-            raw = np.zeros(byte_count, np.uint8) if raw is None else raw[:byte_count]
-            super().__init__(raw[:end], page_size, heads, (), latent)
-            self.raw, self.states = raw, list(states)
-            self.buffers: list[np.ndarray] = []  # (requests, ...), of each state one a layer
-            for item in [item for item in self.items for _ in STATE_LAYERS]:
-                first, end = end, end + item.nbytes * REQUESTS
-                self.buffers.append(raw[first:end].view(item.dtype).reshape(REQUESTS, *item.shape))
+            super().__init__(raw, page_size, heads, *more)
+            self.buffers = list(self.arrays.values())[1:]  # (requests, ...), of each state one a layer
 
-        def _buffers(self, name: str) -> Buffers:
-            if name == "kv":
-                return super()._buffers(name)
-            buffers = self.buffers
-            return Buffers(
-                [buffer.ctypes.data for buffer in buffers], [buffer.nbytes for buffer in buffers],
-                [buffer[0].nbytes for buffer in buffers],
-            )  # fmt: skip
+        def shapes(self, heads: int, latent: bool) -> dict[str, Any]:
+            states = [((REQUESTS, *item.shape), item.dtype) for item in self.items for _ in STATE_LAYERS]
+            kv = super().shapes(heads, latent)["kv"]
+            return {"kv": kv} | {f"state {place}": state for place, state in enumerate(states)}
+
+        def listed(self, name: str) -> list[np.ndarray]:
+            return super().listed(name) if name == "kv" else self.buffers
 
         @property
         def args(self) -> Any:

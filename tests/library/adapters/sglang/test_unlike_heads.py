@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer.adapters.kit.kinds import Heads
-from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, pools
+from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, kv_buffers, pools
 from pdtransfer.errors import ConfigError
 from pdtransfer.wire import Ranks
 from tests.library.adapters.sglang.sglang_modules import DisaggregationMode, KVArgs, ServerArgs, with_stand_ins
@@ -21,32 +21,19 @@ from tests.support.covered import check_covered
 SIZES = [(8, 4), (4, 8), (8, 2), (4, 2), (2, 4), (1, 8), (2, 1), (8, 8)]
 
 
-def drafted(total: int, tp_sizes: tuple[int, int], numbers: int = 8) -> type[Pool]:
-    """Pools with K and V of one layer of a drafter behind the model's, of `total` heads of this many numbers."""
+def drafted(total: int, tp_size: int = 0, numbers: int = 8) -> type[Pool]:
+    """Pools with K and V of one layer of a drafter behind the model's, of `total` heads of this many numbers. With a
+    `tp_size` the heads are of that many ranks, whatever the model's are."""
 
     class DraftPool(Pool):
         drafter_total = total
 
-        def __init__(self, raw: Any, page_size: int, heads: int, states: Any, latent: bool, tp_size: int = 0) -> None:
+        def shapes(self, heads: int, latent: bool) -> dict[str, Any]:
             count = max(1, total // (tp_size or HEADS // heads))
-            super().__init__(None, page_size, heads, states, latent)
-            own = len(self.raw)
-            shape = (2, 1, SLOTS, count, numbers)
-            byte_count = own + 4 * int(np.prod(shape))
-            raw = np.zeros(byte_count, np.uint8) if raw is None else raw[:byte_count]
-            super().__init__(raw[:own], page_size, heads, states, latent)
-            self.raw, self.arrays["draft"] = raw, raw[own:].view(np.float32).reshape(shape)
+            return super().shapes(heads, latent) | {"draft": ((2, 1, SLOTS, count, numbers), np.float32)}
 
-        def _buffers(self, name: str) -> Buffers:
-            buffers = super()._buffers(name)
-            if name != "kv":
-                return buffers
-            draft = self.arrays["draft"][:, 0]
-            return Buffers(
-                [*buffers.addresses, *(kind.ctypes.data for kind in draft)],
-                [*buffers.byte_counts, *(kind.nbytes for kind in draft)],
-                [*buffers.item_bytes, *(kind[0].nbytes * self.page_size for kind in draft)],
-            )
+        def listed(self, name: str) -> list[np.ndarray]:
+            return super().listed(name) + ([*self.arrays["draft"][:, 0]] if name == "kv" else [])
 
         @property
         def args(self) -> Any:
@@ -79,9 +66,7 @@ def heads_of(total: int, tp_rank: int, tp_size: int) -> range:
 def test_the_heads_of_a_drafter_land_at_the_ranks_that_have_them(
     prefill: int, decode: int, total: int, latent: bool
 ) -> None:
-    with world(
-        prefill_tp=prefill, decode_tp=decode, latent=latent, pool_type=drafted(total, (prefill, decode)), decode_page=8
-    ) as engines:
+    with world(prefill_tp=prefill, decode_tp=decode, latent=latent, pool_type=drafted(total), decode_page=8) as engines:
         for tp_rank, rank in enumerate(engines.prefill):
             rank.pool.kv[:], rank.pool.arrays["draft"][:] = rank.pool.expected(tp_rank, prefill)  # type: ignore[attr-defined]
         engines.hand_over(7, source=[5, 1, 9, 2], target=[3, 1])
@@ -92,7 +77,7 @@ def test_the_heads_of_a_drafter_land_at_the_ranks_that_have_them(
 
 
 def test_with_hisparse_a_drafters_kv_lands_in_pages_of_the_device() -> None:
-    with world(pool_type=drafted(HEADS, (1, 1)), hisparse=True) as engines:
+    with world(pool_type=drafted(HEADS), hisparse=True) as engines:
         [prefill], [decode] = engines.prefill, engines.decode
         engines.hand_over(7, source=[5, 9], target=[3, 20], decode={"device_pages": np.array([8, 1])})
         for name, pages in (("kv", [3, 20]), ("draft", [8, 1])):
@@ -116,7 +101,7 @@ def test_each_head_of_a_drafter_has_one_sender(
         of_model = [heads.count * 8 * 4] * (1 if latent else 2)
         items = [*of_model, *[Heads(total, ranks).count * numbers * 4] * 2]
         starts = np.cumsum([0, *[item * SLOTS for item in items]]).tolist()
-        pool = drafted(total, (1, 1))(None, 1, HEADS, (), latent)
+        pool = drafted(total)(None, 1, HEADS, (), latent)
         buffers = Buffers(starts[:-1], [item * SLOTS for item in items], items)
         args = pool.args
         args.page_size = 1
@@ -142,12 +127,12 @@ def test_keys_and_values_of_unequal_numbers_divide_between_ranks(prefill: int, d
 def test_a_drafter_whose_heads_other_ranks_share_is_refused() -> None:
     """As with DP attention: half as many numbers as this rank's part of its heads."""
     ranks = Ranks(0, 2)
-    pool = drafted(4, (1, 1))(None, 1, HEADS // 2, (), False, tp_size=4)
+    pool = drafted(4, tp_size=4)(None, 1, HEADS // 2, (), False)
     model = HeadCounts(False, Heads(HEADS, ranks), Heads(HEADS, ranks), "float32", drafter=Heads(4, ranks, 8))
     args = pool.args
     text = "^kv_draft: a token's keys have 32 bytes at this rank, expected 64 for 2 heads of the drafter: SGLang shares"
     with pytest.raises(ConfigError, match=text):
-        pools(args, model, lambda _: (0, "dram"), kv=pool._buffers("kv"), states=[])
+        pools(args, model, lambda _: (0, "dram"), kv=kv_buffers(args), states=[])
 
 
 @pytest.mark.parametrize(

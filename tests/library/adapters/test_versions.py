@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import tomllib
 from importlib import import_module
-from types import ModuleType
 
 import pytest
 
 from pdtransfer.adapters import sglang, vllm
 from pdtransfer.adapters.kit import versions
 from pdtransfer.adapters.kit.versions import Since, capabilities
+from tests.library.adapters.stand_ins import stand_in
 from tests.support.paths import REPO
 
 TABLE = {"old": Since("0.5.9", "logging:Logger.info"), "new": Since("0.5.20"), "wrong": Since("0.6", "logging:Log.x")}
@@ -21,9 +21,7 @@ ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 def has(package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = ModuleType(package)
-    fake.__version__ = version  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, package, fake)
+    stand_in(monkeypatch, {package: {"__version__": version}})
 
 
 @pytest.mark.parametrize("package", ENGINES)

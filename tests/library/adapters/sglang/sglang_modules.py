@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from enum import Enum, IntEnum
-from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.library.adapters.stand_ins import imported, stand_in
 
 ROOM = 7
 
@@ -125,47 +125,28 @@ class ServerArgs:
         vars(self).update(more)
 
 
-def module(name: str, monkeypatch: pytest.MonkeyPatch, **has: Any) -> None:
-    made = ModuleType(name)
-    vars(made).update(has, __path__=[])
-    monkeypatch.setitem(sys.modules, name, made)
-    parent, _, last = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], last, made)
-
-
 def with_stand_ins(name: str, monkeypatch: pytest.MonkeyPatch, version: str = "0.5.17", **context: Any) -> Any:
     """A module of the plugin that has imported these modules; nothing of it stays. `context` are fields of SGLang's
     settings and of this rank, wherever the plugin asks for them."""
     pytest.importorskip("torch")
-    module("sglang", monkeypatch, __version__=version)
-    for package in ("srt", "srt.disaggregation", "srt.disaggregation.base", "srt.disaggregation.common",
-                    "srt.mem_cache", "srt.plugins"):  # fmt: skip
-        module(f"sglang.{package}", monkeypatch)
-    module(
-        "sglang.srt.disaggregation.utils", monkeypatch, DisaggregationMode=DisaggregationMode,
-        all_reduce_flags=lambda flags, group, op: group(flags, op),
-    )  # fmt: skip
-    module("sglang.srt.configs", monkeypatch)
-    module("sglang.srt.configs.model_config", monkeypatch, ModelConfig=ModelConfig)
-    common = {
-        "CommonKVBootstrapServer": CommonKVBootstrapServer, "CommonKVManager": CommonKVManager,
-        "CommonKVSender": CommonKVSender, "CommonKVReceiver": CommonKVReceiver, "KVTransferError": KVTransferError,
-    }  # fmt: skip
-    base = {"BaseKVReceiver": BaseKVReceiver, "KVArgs": KVArgs, "KVPoll": KVPoll}
-    module("sglang.srt.disaggregation.base.conn", monkeypatch, **base)
-    module("sglang.srt.disaggregation.common.conn", monkeypatch, **common)
-    module("sglang.srt.mem_cache.pool_host", monkeypatch)
-    module("sglang.srt.mem_cache.pool_host.common", monkeypatch, _CUDA_HOST_REGISTERED_RANGES_ATTR="ranges")
-    module("sglang.srt.server_args", monkeypatch, ServerArgs=ServerArgs, add_disagg_transfer_backend_choices=None)
-    module("sglang.srt.plugins.hook_registry", monkeypatch, HookRegistry=None, HookType=Enum)
     asked = dict.fromkeys(
         ("get_device", "get_disagg", "get_exec", "get_memory", "get_parallel"), lambda: SimpleNamespace(**context)
     )
-    module("sglang.srt.runtime_context", monkeypatch, **asked)
-    package = "pdtransfer.adapters.sglang"
-    imported_module = import_module(f"{package}.{name}")
-    for imported in {name, "dialect", "admission"}:
-        if sys.modules.pop(f"{package}.{imported}", None) is not None:
-            delattr(sys.modules[package], imported)
-    return imported_module
+    has: dict[str, dict[str, Any]] = {
+        "configs.model_config": {"ModelConfig": ModelConfig},
+        "disaggregation.base.conn": {"BaseKVReceiver": BaseKVReceiver, "KVArgs": KVArgs, "KVPoll": KVPoll},
+        "disaggregation.common.conn": {
+            "CommonKVBootstrapServer": CommonKVBootstrapServer, "CommonKVManager": CommonKVManager,
+            "CommonKVSender": CommonKVSender, "CommonKVReceiver": CommonKVReceiver, "KVTransferError": KVTransferError,
+        },
+        "disaggregation.utils": {
+            "DisaggregationMode": DisaggregationMode, "all_reduce_flags": lambda flags, group, op: group(flags, op),
+        },
+        "mem_cache.pool_host.common": {"_CUDA_HOST_REGISTERED_RANGES_ATTR": "ranges"},
+        "plugins.hook_registry": {"HookRegistry": None, "HookType": Enum},
+        "runtime_context": asked,
+        "server_args": {"ServerArgs": ServerArgs, "add_disagg_transfer_backend_choices": None},
+    }  # fmt: skip
+    modules = {"sglang": {"__version__": version}} | {f"sglang.srt.{name}": content for name, content in has.items()}
+    stand_in(monkeypatch, modules)
+    return imported("pdtransfer.adapters.sglang", name, "dialect", "admission")

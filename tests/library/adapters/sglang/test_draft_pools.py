@@ -17,7 +17,8 @@ from pdtransfer.adapters.kit.cache_memory import Extent
 from pdtransfer.adapters.sglang import process
 from pdtransfer.adapters.sglang.options import drafter_with_kv
 from pdtransfer.errors import ConfigError
-from tests.library.adapters.sglang.sglang_modules import ServerArgs, module, with_stand_ins
+from tests.library.adapters.sglang.sglang_modules import ServerArgs, with_stand_ins
+from tests.library.adapters.stand_ins import stand_in
 
 SIZE = 1 << 16  # bytes of a layer
 
@@ -132,8 +133,7 @@ def test_a_drafter_is_measured_in_the_scope_in_which_sglang_allocates_it(
         yield
         configurator.layer_bytes = SIZE
 
-    module("sglang.srt.speculative", monkeypatch)
-    module("sglang.srt.speculative.spec_utils", monkeypatch, draft_tp_context=scope)
+    stand_in(monkeypatch, {"sglang.srt.speculative.spec_utils": {"draft_tp_context": scope}})
     worker = worker_of(configurator) | {"draft_parallel_layout": "a layout"}
     layers = started(
         hooks, ServerArgs(drafter), worker, configurator, scope("a layout") if has_scope else nullcontext()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from copy import deepcopy
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from pdtransfer.adapters.kit.peers import Reachable
 from pdtransfer.adapters.vllm.params import ReceiveFrom, SendTo, parse
 from pdtransfer.adapters.vllm.settings import ConnectorSettings
 from pdtransfer.errors import ConfigError
+from tests.library.adapters.stand_ins import imported, stand_in
 from tests.support.paths import REPO
 
 SERVE = REPO / "deploy" / "ray" / "serve.yaml"
@@ -59,14 +58,8 @@ def ray_serve(monkeypatch: pytest.MonkeyPatch) -> Any:
         },
         f"{INTERNAL}.factory": {"KVConnectorBackendFactory": factory},
     }  # fmt: skip
-    for name, content in stand_ins.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    name = "pdtransfer.adapters.vllm.ray_serve"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(name)
-    sys.modules.pop(name, None)
+    stand_in(monkeypatch, stand_ins)
+    return imported("pdtransfer.adapters.vllm", "ray_serve")
 
 
 def backend(ray_serve: Any, role: str, settings: dict[str, Any] | None = None, **engine: Any) -> Any:

@@ -4,9 +4,7 @@ place of vLLM's."""
 from __future__ import annotations
 
 import logging
-import sys
-from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,21 +12,20 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer.errors import ConfigError
+from tests.library.adapters.stand_ins import imported, stand_in
 
-PACKAGE = "pdtransfer.adapters.vllm"
 INTERFACE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
 def dialect_of(monkeypatch: pytest.MonkeyPatch, **interface: Any) -> Any:
-    """The module `dialect`, as `imported` has it. `interface` is what vLLM's connectors have beside their base."""
+    """The module `dialect`. `interface` is what vLLM's connectors have beside their base."""
     version = {"__version__": "0.30.0" if interface else "0.29.1+cpu"}
-    return imported(
-        monkeypatch, "dialect", {"vllm": version, INTERFACE: {"KVConnectorBase_V1": object, **interface}}
-    )  # fmt: skip
+    has = {"vllm": version, INTERFACE: {"KVConnectorBase_V1": object, **interface}}
+    return with_stand_ins(monkeypatch, "dialect", has)
 
 
 def connector_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The connector's class, likewise."""
+    """The connector's class."""
     bases = "Base_V1", "HandshakeMetadata", "Metadata", "Role"
     above = INTERFACE.removesuffix(".v1.base")
     has: dict[str, dict[str, Any]] = {
@@ -37,29 +34,18 @@ def connector_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         f"{above}.factory": {"KVConnectorFactory": SimpleNamespace(register_connector=lambda *named: None)},
         f"{above}.v1.metrics": {"KVConnectorPromMetrics": object, "KVConnectorStats": object},
     }
-    return imported(monkeypatch, "connector", has, "stats", "dialect").PDTransferConnector
+    return with_stand_ins(monkeypatch, "connector", has, "stats", "dialect").PDTransferConnector
 
 
-def imported(monkeypatch: pytest.MonkeyPatch, module: str, has: dict[str, dict[str, Any]], *others: str) -> Any:
+def with_stand_ins(monkeypatch: pytest.MonkeyPatch, module: str, has: dict[str, dict[str, Any]], *others: str) -> Any:
     """The adapter's module with modules of vLLM's that have what it, and `others` of the adapter, import; nothing of
     them stays."""
     has |= {
         "vllm.distributed.parallel_state": {"get_pp_group": None, "get_tensor_model_parallel_rank": None},
         "vllm.logger": {"init_logger": logging.getLogger},
     }
-    names = {name.rsplit(".", level)[0] for name in has for level in range(name.count(".") + 1)}
-    for name in sorted(names):
-        stand_in = ModuleType(name)
-        vars(stand_in).update(has.get(name, {}), __path__=[])
-        monkeypatch.setitem(sys.modules, name, stand_in)
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], last, stand_in)
-    loaded = import_module(f"{PACKAGE}.{module}")
-    for name in (module, *others):
-        delattr(sys.modules[PACKAGE], name)
-        del sys.modules[f"{PACKAGE}.{name}"]
-    return loaded
+    stand_in(monkeypatch, has)
+    return imported("pdtransfer.adapters.vllm", module, *others)
 
 
 def groups(*specs: str) -> Any:

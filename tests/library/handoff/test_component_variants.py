@@ -13,8 +13,8 @@ from pdtransfer.handoff.component_variants import labels, leased, repeated, shar
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.effects import Map, Outcome, RoomFailed, RoomReady, Write
 from pdtransfer.handoff.prefill.cells import Cell
-from pdtransfer.wire import Grant, Landed, Registered, Reject, unpack_extents
-from tests.library.sim.pools import BLOCK, LAYERS, ROW, components
+from pdtransfer.wire import Grant, Landed, Registered, unpack_extents
+from tests.library.sim.pools import BLOCK, LAYERS, ROW
 from tests.support.session_ends import (
     ARENA,
     DENSE_SLOTS,
@@ -154,13 +154,3 @@ def test_prefill_pairs_both_twins_with_its_one_component_and_writes_the_one_that
             end.core.wrote(0xA0, write.write, Outcome.LANDED, "", end.now)
         (landed,) = sent(end.finish(room), Landed)
         assert landed.kv_bytes == kv_bytes(8)
-
-
-def test_a_name_that_is_twice_in_one_memory_is_a_breach() -> None:
-    end = PrefillEnd()
-    end.receive(end.hello())
-    kv, c4 = components(SLOTS, 1, page_first=True)
-    effects = end.receive(end.register(components=(kv, c4, kv)))
-    (reject,) = sent(effects, Reject)
-    assert reject.reason == Cause.BREACH.value
-    assert "'kv' is there twice in one memory" in reject.fields[0]

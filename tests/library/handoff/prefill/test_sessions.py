@@ -13,7 +13,7 @@ from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.limits import AUX_BYTES_MAX
 from pdtransfer.wire import Abort, Landed, Member, Reject, Welcome
 from tests.library.sim.pools import LAYERS, ROW, components
-from tests.support.session_ends import ARENA_BYTES, D2, LIMITS, SLOTS, PrefillEnd, grant, identity, of, refusal, sent
+from tests.support.session_ends import ARENA_BYTES, D2, LIMITS, SLOTS, PrefillEnd, grant, identity, of, sent
 
 S = 0xA0
 
@@ -78,8 +78,10 @@ def test_registers_cannot_pile_up_mappings(end: PrefillEnd) -> None:
     maps = []
     for session in range(100, 200):
         maps += of(end.receive(end.register(session)), Map)
-    assert len(maps) == LIMITS.peer_sessions_max
-    assert "peer_sessions_max is 4" in refusal(end.receive(end.register(777)))
+    assert len(maps) == len(end.core.sessions) == LIMITS.peer_sessions_max
+    (reject,) = sent(end.receive(end.register(777)), Reject)
+    assert reject.reason == "full"
+    assert "peer_sessions_max is 4" in reject.fields[0]
     end.up(0xB0, D2)
     for order in maps:
         end.core.mapped(order.session, ARENA_BYTES)

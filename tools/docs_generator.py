@@ -44,12 +44,14 @@ _FLAGS = f"""{_GENERATED}
 Each flag of a daemon, the router and `demo` may stand in the environment instead, or as a key in the file that
 `--config` names: above all tables, or in the command's own, such as `[decode]`. A flag wins over the environment, and
 the environment over the file. The table `[limits]`, or `[decode.limits]`, holds the limits; they are listed at the end.
+`listen` of a daemon was `http`, and still may be until 0.3, in all three places. Of one environment, or above a file's
+tables, a daemon takes `http` before `listen`, which may be the router's; from 0.3 on it takes `listen` alone.
 `bench`, `plan` and `replay` come with pdtransfer-lab: `pip install ./lab`.
 """
 _METRICS = f"""{_GENERATED}
 # Metrics
 
-Each process serves these at `/metrics`, in the format of Prometheus, where `--http` or the router's `--listen` says.
+Each process serves these at `/metrics`, in the format of Prometheus, at the address that `--listen` gives.
 The name of a histogram is followed by `_bucket`, `_sum` or `_count`.
 """
 

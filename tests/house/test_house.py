@@ -191,7 +191,7 @@ def test_deployed_unit_starts_a_daemon_that_its_example_settings_satisfy(
 
 def test_prometheus_scrapes_where_the_example_settings_listen() -> None:
     settings = tomllib.loads((REPO / "deploy" / "pdtransfer.toml").read_text())
-    listeners = {settings["prefill"]["http"], settings["decode"]["http"], settings["router"]["listen"]}
+    listeners = {settings[role]["listen"] for role in ("prefill", "decode", "router")}
     targets = re.findall(r'targets: \["(.*?)"\]', (REPO / "deploy" / "prometheus.yml").read_text())
     assert set(targets) == listeners
 

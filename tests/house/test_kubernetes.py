@@ -107,10 +107,6 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def _http(config: Any) -> str:
-    return config.listen if isinstance(config, RouterConfig) else config.http
-
-
 def test_every_file_of_a_kustomization_is_there_and_no_other() -> None:
     named: set[Path] = set()
     for file in FILES:
@@ -149,7 +145,7 @@ def test_each_container_starts_a_daemon_with_its_own_name_key_and_ports(configs:
         public, allowed = KeyPair.read(config.key).public, AllowList.read(config.allow)
         assert allowed.entry(public) == (config.node, frozenset({config.role}))
         assert set(allowed.names.values()) == listed
-        used = {_port(_http(config))}
+        used = {_port(config.listen)}
         if isinstance(config, RouterConfig):
             ApiKeys().read(Path(str(config.api_keys)))
             if config.admin:
@@ -164,7 +160,7 @@ def test_each_container_starts_a_daemon_with_its_own_name_key_and_ports(configs:
             assert (config.transport, Address.parse(config.bind).host) == ("shm", "127.0.0.1")
         assert {each["containerPort"] for each in container["ports"]} == used
         annotated = pod.template["metadata"].get("annotations", {}).get("prometheus.io/port")
-        assert annotated in (None, str(_port(_http(config))))
+        assert annotated in (None, str(_port(config.listen)))
         if isinstance(config, DecodeConfig):
             # A directory that the daemon makes itself: a volume's own is open to all.
             [shared] = {each["name"] for each in container["volumeMounts"] if each["mountPath"] == SOCKETS}
@@ -206,9 +202,9 @@ def test_probes_ask_where_the_daemon_answers_and_a_drain_fits_the_grace_period(c
         paths = {"startupProbe": "/live", "readinessProbe": "/health", "livenessProbe": "/live"}
         for probe, path in paths.items():
             asked = container[probe]["httpGet"]
-            assert (asked["path"], ports[asked["port"]]) == (path, _port(_http(config)))
+            assert (asked["path"], ports[asked["port"]]) == (path, _port(config.listen))
             assert (asked.get("scheme") == "HTTPS") == (getattr(config, "tls_cert", None) is not None)
-        assert Address.parse(f"tcp://{_http(config)}").wildcard, "the kubelet asks at the pod's address"
+        assert Address.parse(f"tcp://{config.listen}").wildcard, "the kubelet asks at the pod's address"
         command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
         assert command[0] == "sleep"
         drain_s = float(command[1]) + config.limits.room_deadline_ms / 1e3 + CLOSE_S
@@ -303,7 +299,7 @@ def test_policies_admit_to_each_port_who_needs_it_and_nobody_else(
     }
     grouped = {"decode"} if overlay == "groups" else set[str]()
     for pod, _, config in configs:
-        expected = {_port(_http(config)): {"monitor"}, 22: set[str]()}
+        expected = {_port(config.listen): {"monitor"}, 22: set[str]()}
         if isinstance(config, RouterConfig):
             expected[_port(config.listen)] = {"client", "monitor"}
         else:

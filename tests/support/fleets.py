@@ -330,7 +330,7 @@ def prefill_config(number: int = 0, **more: Any) -> PrefillConfig:
     return PrefillConfig(
         **{
             "bind": f"tcp://{free_address()}",
-            "http": "127.0.0.1:0",
+            "listen": "127.0.0.1:0",
             "node": f"prefill-{number}",
             "slots": SLOTS,
             "chunk_tokens": 64,
@@ -345,7 +345,7 @@ def decode_config(sockets: Path, number: int = 0, **more: Any) -> DecodeConfig:
     return DecodeConfig(
         **{
             "bind": f"tcp://{free_address()}",
-            "http": "127.0.0.1:0",
+            "listen": "127.0.0.1:0",
             "node": f"decode-{number}",
             "slots": SLOTS,
             "engine_option": MLA,

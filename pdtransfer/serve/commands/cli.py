@@ -27,10 +27,11 @@ from .installed import add_installed
 from .settings_sources import COMMANDS, nearest, settings_of, sources, warn_of_unknown
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
-SERVED_AT = {"--listen", "--http", "--host", "--port"}  # where HTTP is served: the router, daemons, other servers
+SERVED_AT = "--listen", "--http", "--host", "--port"  # where HTTP is served: here, here until 0.3, other servers
 SAME = (  # names of one thing, here and in `vllm serve` and SGLang's servers
-    SERVED_AT, {"--tp-size", "--tp", "--tensor-parallel-size"}, {"--pp-size", "--pp", "--pipeline-parallel-size"},
-    {"--model", "--model-path", "--served-model-name"}, {"--router", "--url"},
+    SERVED_AT, ("--tp-size", "--prefill-tp", "--decode-tp", "--tp", "--tensor-parallel-size"),
+    ("--pp-size", "--prefill-pp", "--pp", "--pipeline-parallel-size"), ("--router", "--url"),
+    ("--model", "--model-path", "--served-model-name"),
 )  # fmt: skip
 
 app = App(
@@ -121,15 +122,22 @@ def _line(error: Exception) -> str:
 
 
 def _unknown(error: UnknownOptionError) -> str:
-    """Names the option that is meant: the command's own for the same thing or the nearest, and who else has it."""
+    """Names the option that is meant: the command's own for the same thing or the nearest, and who else has one."""
     option = (error.token.keyword or error.token.value).partition("=")[0]
-    names = [name for argument in error.argument_collection if argument.parse for name in argument.names]
-    same = next((name for words in SAME if option in words for name in names if name in words), "")
-    near = f"{same} HOST:PORT" if same in SERVED_AT else same or nearest(option, names)
-    field = option.removeprefix("--").replace("-", "_")
-    others = [command for command in COMMANDS if any(other.name == field for other in fields(settings_of(command)))]
-    elsewhere = f" It is a flag of {', '.join(others)}." if others else ""
-    return f"Unknown option: {option}.{elsewhere}" + (f" Did you mean {near}?" if near else "")
+    words = next((words for words in SAME if option in words), (option,))
+    names = [name for argument in error.argument_collection if argument.show for name in argument.names]
+    same = " or ".join(name for name in names if name in words)
+    near = f"{same} HOST:PORT" if same in SERVED_AT else same or nearest(option, names if len(words) == 1 else ())
+    owners = [(name, _owners(name)) for name in ((option,) if same else (option, *words))]
+    siblings = [
+        f" {'It' if name == option else name} is a flag of {commands}." for name, commands in owners if commands
+    ]
+    return f"Unknown option: {option}.{''.join(siblings[:1])}" + (f" Did you mean {near}?" if near else "")
+
+
+def _owners(option: str) -> str:
+    names = {command: {field.name.replace("_", "-") for field in fields(settings_of(command))} for command in COMMANDS}
+    return ", ".join(command for command in COMMANDS if option.removeprefix("--") in names[command])
 
 
 def _print_error(text: str, status: int) -> int:

@@ -167,7 +167,7 @@ def _fleet(config: DemoConfig, model: DemoModel, slots: int, logs: Path) -> Flee
     options = tuple(f"{name}={value}" for name, value in model.engine_options().items())
     prefill = [
         PrefillConfig(
-            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", model=config.model, slots=slots,
+            bind="tcp://127.0.0.1:0", listen="127.0.0.1:0", model=config.model, slots=slots,
             page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
             limits=LIMITS, engine_option=options, device=config.devices[0], tp_size=config.prefill_tp,
             pp_size=config.prefill_pp, transport=config.transport, timeline=config.timeline,
@@ -182,17 +182,15 @@ def _fleet(config: DemoConfig, model: DemoModel, slots: int, logs: Path) -> Flee
         hisparse = {"enable_hisparse": True, "hot_tokens": hot, "device_slots": device, "dense_slots": 64}
     decode = [
         DecodeConfig(
-            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", model=config.model, slots=slots,
+            bind="tcp://127.0.0.1:0", listen="127.0.0.1:0", model=config.model, slots=slots,
             page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=limits,
             socket_directory=logs / "sockets", engine_option=options, device=config.devices[1], verify=config.verify,
             tp_size=config.decode_tp, transport=config.transport, timeline=config.timeline, **hisparse,
         )
         for number in range(config.decode)
     ]  # fmt: skip
-    router = RouterConfig(
-        listen="127.0.0.1:0", node="router", limits=LIMITS, timeline=config.timeline, model=config.model
-    )  # fmt: skip
-    return Fleet(prefill, decode, router, logs)
+    shared: dict[str, Any] = {"limits": LIMITS, "timeline": config.timeline, "model": config.model}
+    return Fleet(prefill, decode, RouterConfig(listen="127.0.0.1:0", node="router", **shared), logs)
 
 
 def _hot_tokens(model: DemoModel) -> int:
@@ -259,10 +257,8 @@ async def _complete(model: DemoModel, session: aiohttp.ClientSession, answer: De
                 if line.startswith(b"data: {"):
                     _event(answer, json.loads(line[6:]))
         answer.seconds = time.perf_counter() - start
-        if not answer.facts:
-            answer.error = (
-                answer.error or "no `pdtransfer` object in the answer: the router must have daemons behind it"
-            )
+        if not answer.facts and not answer.error:
+            answer.error = "no `pdtransfer` object in the answer: the router must have daemons behind it"
         return
     answer.error = "the fleet stayed full"
 
@@ -380,11 +376,8 @@ def make_report(
 def hot_report(
     figures: Mapping[str, int], *, ranks: int, hot_tokens: int, answers: Sequence[DemoAnswer]
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns HiSparse's part of the report.
-
-    `figures` are sums over `ranks` decode ranks, by metric. Ranks of a group swap in the same tokens, each its own
-    heads.
-    """
+    """Returns HiSparse's part of the report. `figures` are sums over `ranks` decode ranks, by metric. Ranks of a group
+    swap in the same tokens, each its own heads."""
     hits, misses = (figures.get(f"pdtransfer_hot_{name}", 0) for name in ("hits", "misses"))
     others = ("swapped_bytes", "preloaded_bytes", "retracts", "index_copies")
     return {
@@ -398,10 +391,8 @@ def hot_report(
 
 
 def succeeded(report: dict[str, Any]) -> bool:
-    """True if the run succeeded.
-
-    A mismatch is a failure even if every answer is identical: the room failed, and a second prefill hid it.
-    """
+    """True if the run succeeded. A mismatch is a failure even if every answer is identical: the room failed, and a
+    second prefill hid it."""
     wrong = ("slots_leaked", "grants_mismatched")
     verified = report.get("grants_verified", report["handed_over"]) >= report["handed_over"]
     return report["all_identical"] and verified and not any(report.get(name) for name in wrong)
@@ -417,9 +408,7 @@ def show(answers: Sequence[DemoAnswer], report: dict[str, Any], *, speaks: bool 
     for name in names:
         table.add_column(name, justify="right", no_wrap=name != "identical")
     for answer in sorted(answers, key=lambda answer: answer.prompt_tokens):
-        prompt_text = f"{answer.prompt_tokens:,} B"
-        if speaks:
-            prompt_text = f"{escape(answer.prompt)}\n[dim]{escape(' '.join(answer.text.split()))}"
+        words = f"{escape(answer.prompt)}\n[dim]{escape(' '.join(answer.text.split()))}"
         cells = {"identical": f"[red]failed: {escape(answer.error)}"}
         if not answer.error:
             handoff_us, copy_us, kv_bytes = (answer.facts.get(name) for name in ("handoff_us", "copy_us", "kv_bytes"))
@@ -432,7 +421,7 @@ def show(answers: Sequence[DemoAnswer], report: dict[str, Any], *, speaks: bool 
                 "total": f"{answer.seconds:.2f} s",
                 "identical": "[green]yes" if answer.identical else "[red]NO",
             }
-        table.add_row(prompt_text, *(cells.get(name, "") for name in names))
+        table.add_row(words if speaks else f"{answer.prompt_tokens:,} B", *(cells.get(name, "") for name in names))
     console.print(table)
     leaked = "slots not counted" if report["slots_leaked"] is None else f"{report['slots_leaked']} slots leaked"
     verified, color = "", "green" if succeeded(report) else "red"

@@ -113,10 +113,8 @@ def _show(findings: list[Seen], lacking: list[str]) -> None:
     width = max(len(indent) + FOUND_COLUMNS_MIN, console.width)
     for finding in findings:
         head = f"{finding.state:{states}}  {finding.name:{subjects}}  "
-        lines = textwrap.fill(
-            finding.found, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
-        )
-        text = Text(lines)
+        wrapper = textwrap.TextWrapper(width, head, indent, break_on_hyphens=False)
+        text = Text(wrapper.fill(finding.found))
         text.stylize(COLORS[finding.state], 0, states)
         console.print(text, soft_wrap=True)
         if finding.mend:

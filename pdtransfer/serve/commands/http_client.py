@@ -73,5 +73,4 @@ def read_api_key(path: Path | None) -> str:
 
 
 def _reason(error: Exception) -> str:
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return printable(text)
+    return printable(getattr(error, "strerror", None) or str(error) or type(error).__name__)

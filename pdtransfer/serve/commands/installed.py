@@ -16,8 +16,7 @@ OF_LAB = ("bench", "plan", "replay")
 def add_installed(app: App, tokens: Sequence[str]) -> None:
     """Adds the commands that are installed, unless `tokens` name one of `app` itself, which then starts sooner.
 
-    An entry point's value is a function or an App; its name is the command's. Raises ConfigError where `tokens` name a
-    command of pdtransfer-lab and that is not installed.
+    An entry point's value is a function or an App. Raises ConfigError for a command of the lab that is not installed.
     """
     words = (token for token in tokens if not token.startswith("-"))
     named = next((word for word in words if word in app or word in OF_LAB), None)

@@ -108,19 +108,29 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001
-    """Sets rank flags that are not given from torchrun's variables. Raises ConfigError."""
+    """Sets rank flags that are not given from torchrun's variables, and drops `http` where a stronger source has
+    `listen`: of one source the older counts, since a router may share that. Raises ConfigError."""
     if commands not in (("prefill",), ("decode",)):
         return
     from ..settings.ranks import launched
 
     by_field = {argument.name.lstrip("-").replace("-", "_"): argument for argument in arguments}
+    if _level(by_field["listen"].tokens) > _level(by_field["http"].tokens):
+        by_field["http"].tokens.clear()
     given = {name: argument.tokens[-1].value for name, argument in by_field.items() if argument.tokens}
     for name, value in launched(launcher_variables(), given, stages=commands == ("prefill",)).items():
         by_field[name].tokens[:] = [Token(keyword=name, value=value, source="launcher")]
 
 
+def _level(tokens: Iterable[Token]) -> int:
+    return max((2 * (token.source == "cli") + (token.source == "env") for token in tokens), default=0)
+
+
 def warn_of_unknown(config: NodeConfig) -> None:
-    """Logs a line for each variable of this package that no command has as a setting, with the nearest name."""
+    """Logs a line for each variable of this package that no command has as a setting, with the nearest name, and one
+    for an older name of a setting."""
+    if getattr(config, "http", None) is not None:
+        log.warning("http, --http and PDTRANSFER_HTTP end with 0.3: set listen, --listen or PDTRANSFER_LISTEN")
     names = {re.sub("^(NO|EMPTY)_", "", name.removeprefix(PREFIX)) for name in other_variables()}  # flags have both
     names.difference_update(field.name.upper() for field in fields(config))
     if not names:

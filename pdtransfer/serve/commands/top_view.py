@@ -47,11 +47,8 @@ def _title(status: FleetStatus, url: str) -> Text:
     if router.draining or router.overloaded:
         state, style = "draining" if router.draining else "overloaded", "yellow"
     line = Text.assemble((printable(router.node), "bold"), "  ", (state, style), "  ", printable(url))
-    parts = [
-        time.strftime("%H:%M:%S", time.localtime(status.time)),
-        f"up {duration(router.uptime_s)}",
-        printable(router.version),
-    ]
+    clock_time = time.strftime("%H:%M:%S", time.localtime(status.time))
+    parts = [clock_time, f"up {duration(router.uptime_s)}", printable(router.version)]
     if router.engine != "pdtransfer":
         parts.append(f"in front of {printable(router.engine)}")
     parts += [printable(model) for model in router.models]
@@ -109,9 +106,7 @@ def _columns(width: int, *, ascii_only: bool) -> list[Column]:
         Column("UP", 8, lambda worker: _known(worker.uptime_s, duration), from_width=120),
         Column("BY STATE", 30, lambda worker: _counts(worker.rooms or {}), left=True, from_width=150),
         Column("SESSIONS", 14, lambda worker: _counts(worker.sessions or {}), left=True, from_width=180),
-        Column(
-            "ADDRESS", 28, lambda worker: printable(worker.address) if worker.node else "", left=True, from_width=180
-        ),
+        Column("ADDRESS", 28, lambda worker: printable(worker.address) * bool(worker.node), left=True, from_width=180),
     ]
     return [column for column in columns if width >= column.from_width]
 

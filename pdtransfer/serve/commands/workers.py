@@ -126,6 +126,5 @@ def _show(listed: list[WorkerStatus], flags: AdminFlags) -> int:
 def _busy(listed: list[WorkerStatus], name: str) -> bool:
     """True if the worker has rooms of this router, or is about to be forgotten."""
     address = name.rpartition("@")[2]
-    return any(
-        (status.rooms_here or status.leaves) and name in (status.node, address, status.address) for status in listed
-    )
+    named = [status for status in listed if name in (status.node, address, status.address)]
+    return any(status.rooms_here or status.leaves for status in named)

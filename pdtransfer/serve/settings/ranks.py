@@ -11,7 +11,7 @@ from ...errors import ConfigError
 from ...wire import KEY_LENGTH, Ranks
 from ...wire.ranks import SIZE_MAX, rank_index
 
-FREE = {"bind": "tcp://127.0.0.1:0", "http": ""}  # what a follower listens on by default
+FREE = {"bind": "tcp://127.0.0.1:0", "listen": ""}  # what a follower listens on by default
 
 
 def device_of(device: str, ranks: Ranks) -> str:

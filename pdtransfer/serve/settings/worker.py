@@ -30,6 +30,7 @@ SOCKET_DIRECTORY_LENGTH_MAX = 72  # the whole path of a Unix socket has at most 
 CHECKPOINT_ENGINE = "pdtransfer.serve.engines.transformers:create"
 
 HostLayout = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
+LISTEN = "Where /health, /live and /metrics are served; empty for none. Until 0.3 also --http."
 _OF_HISPARSE = ("device_slots", "hot_tokens", "dense_slots", "retract_policy")
 
 
@@ -53,7 +54,8 @@ class WorkerConfig(NodeConfig):
     firewall_admit: Annotated[
         tuple[str, ...], flag("Address or network that is admitted to them besides; may be repeated.")
     ] = ()
-    http: Annotated[str, flag("Where /health, /live and /metrics are served; empty for none.")] = ""
+    listen: Annotated[str, flag(LISTEN)] = ""
+    http: Annotated[str | None, Parameter(show=False)] = None  # until 0.3: the older name of `listen`
     model: Annotated[
         str,
         flag("What is served: stamp, which needs no model, a Hugging Face checkpoint's directory, or reference."),
@@ -81,8 +83,10 @@ class WorkerConfig(NodeConfig):
         from ..firewall.ruleset import admit_networks
 
         self._check_bind("bind", self.bind, scheme="tcp://")
-        if self.http:
-            self._check_bind("http", self.http)
+        if self.http is not None:
+            object.__setattr__(self, "listen", self.http)
+        if self.listen:
+            self._check_bind("listen", self.listen)
         if self.engine:
             match("engine", self.engine, FACTORY, "module:attribute")
         if not self.model:
@@ -180,7 +184,7 @@ class PrefillConfig(WorkerConfig):
 
     node: Annotated[str, NODE_NAME] = field(default_factory=partial(node_name, "prefill"))
     bind: Annotated[str, flag("Where decode and router reach it; port 0 takes a free one.")] = "tcp://127.0.0.1:7101"
-    http: Annotated[str, flag("Where /health, /live and /metrics are served; empty for none.")] = "127.0.0.1:7102"
+    listen: Annotated[str, flag(LISTEN)] = "127.0.0.1:7102"
     chunk_tokens: Annotated[int, flag("Tokens that are computed, and offered to decode, at a time.")] = 512
     copy_threads: Annotated[int, flag("Threads that copy rows into arenas.")] = 2
     pp_size: Annotated[int, flag("Stages that share the layers, each of tp_size processes.")] = 1
@@ -209,10 +213,8 @@ class DecodeConfig(WorkerConfig):
     role: ClassVar[Literal["prefill", "decode", "router"]] = "decode"
 
     node: Annotated[str, NODE_NAME] = field(default_factory=partial(node_name, "decode"))
-    bind: Annotated[str, flag("Where the router reaches this daemon; port 0 takes a free one.")] = (
-        "tcp://127.0.0.1:7201"
-    )
-    http: Annotated[str, flag("Where /health, /live and /metrics are served; empty for none.")] = "127.0.0.1:7202"
+    bind: Annotated[str, flag("Where the router reaches it; port 0 takes a free one.")] = "tcp://127.0.0.1:7201"
+    listen: Annotated[str, flag(LISTEN)] = "127.0.0.1:7202"
     slots: Annotated[int, flag("Tokens that the arena holds.")] = 131_072
     page_size: Annotated[int, flag("Tokens a page of the arena; a power of two.")] = 1
     host_layout: Annotated[HostLayout, flag("How the arena is laid out.")] = "page_first"

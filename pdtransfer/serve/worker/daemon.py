@@ -233,7 +233,7 @@ async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> i
     app = application(lambda: _health(config, shared), shared.registry)
     listener = HttpListener(app, allowed_hosts=config.allowed_hosts)
     try:
-        shared.http = await listener.open(config.http) if config.http else ""
+        shared.http = await listener.open(config.listen) if config.listen else ""
         await _open_firewall(config, shared)
         if not (copy := await asyncio.to_thread(native)).used:
             shared.slow.append(copy.text)

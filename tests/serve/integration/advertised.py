@@ -135,7 +135,7 @@ def main(files: Path) -> None:
         endpoints: list[str] = []
         for number, (address, port) in enumerate(((f"{SECOND}.2", 7201), (BEHIND_NAT, 7101))):
             config = decode_config(
-                files / "s", number, bind=f"tcp://0.0.0.0:{port}", http=f"127.0.0.1:{7301 + number}",
+                files / "s", number, bind=f"tcp://0.0.0.0:{port}", listen=f"127.0.0.1:{7301 + number}",
                 advertise=address, transport="mooncake", **keyed[f"d{number}"],
             )  # fmt: skip
             ready, pid = start(stack, config, files / f"d{number}.log", *there)

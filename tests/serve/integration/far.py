@@ -121,7 +121,7 @@ CASES: tuple[Case, ...] = (
 
 def node(network: Network, name: str, **more: Any) -> dict[str, Any]:
     address = network.address(name)
-    place = {"bind": f"tcp://{address}:7101", "http": f"{address}:7102", "insecure": True}
+    place = {"bind": f"tcp://{address}:7101", "listen": f"{address}:7102", "insecure": True}
     return more | place | {"transport": "mooncake", "transport_ports": "{}-{}".format(*DATA_PORTS)}
 
 

@@ -86,7 +86,7 @@ def main(files: Path, transport: str) -> dict[str, Any]:
         made = prefill_config(bind=f"tcp://{HERE}:7101", firewall="off", transport=transport, **keyed["p"])
         prefill, prefill_pid = start(stack, made, files / "p.log")
         made = decode_config(
-            files / "s", bind=f"tcp://{THERE}:7201", http="127.0.0.1:7301", firewall="on", transport=transport,
+            files / "s", bind=f"tcp://{THERE}:7201", listen="127.0.0.1:7301", firewall="on", transport=transport,
             **keyed["d"],
         )  # fmt: skip
         decode, decode_pid = start(stack, made, files / "d.log", *there, *OWN_SYS)

@@ -49,7 +49,7 @@ async def served(
     groups = {role: free_address(here) for role in "pd"}
     with ExitStack() as stack:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdt-"))) / "s"
-        place = {"tp_rank": 1, "bind": f"tcp://{there}:0", "http": "", **GROUP}
+        place = {"tp_rank": 1, "bind": f"tcp://{there}:0", "listen": "", **GROUP}
         ranks = [
             prefill_config(**{**place, **_follows(keys, "p", groups["p"]), "node": "prefill-0-tp1"}),
             decode_config(sockets, **{**place, **_follows(keys, "d", groups["d"]), "node": "decode-0-tp1"}),

@@ -96,7 +96,7 @@ def test_a_rank_without_a_key_of_its_own_is_reported_with_the_command_that_makes
     (tmp_path / "allow").write_text((tmp_path / "d.pub").read_text())
     flags = ("--tp-size=2", f"--key={tmp_path / 'd.key'}", f"--allow={tmp_path / 'allow'}", "--engine-option=layers=1")
     started = subprocess.run(
-        [sys.executable, "-m", "pdtransfer", "decode", *flags, "--bind=tcp://127.0.0.1:0", "--http=", "--slots=64"],
+        [sys.executable, "-m", "pdtransfer", "decode", *flags, "--bind=tcp://127.0.0.1:0", "--listen=", "--slots=64"],
         cwd=REPO, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert started.returncode == 2

@@ -182,7 +182,7 @@ def start(*flags: str) -> subprocess.Popen[str]:
 
 
 def test_ranks_that_are_started_one_by_one_find_each_other_and_report_where_they_differ() -> None:
-    flags = ("--engine-option", "layers=2", "--bind", "tcp://127.0.0.1:0", "--http", "", "--json", "--slots", "256")
+    flags = ("--engine-option", "layers=2", "--bind", "tcp://127.0.0.1:0", "--listen", "", "--json", "--slots", "256")
     place = free_address()
     ranks = ("prefill", "--tp-size", "2", "--group", place, *flags)
     follower = start(*ranks, "--tp-rank", "1", "--page-size", "32")

@@ -51,7 +51,7 @@ async def test_daemons_of_a_hybrid_model_serve_from_every_host_layout(
 def test_a_host_layout_that_a_component_does_not_have_is_one_line_with_both_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = ["--bind=tcp://127.0.0.1:0", "--http=127.0.0.1:0", "--host-layout=page_head"]
+    flags = ["--bind=tcp://127.0.0.1:0", "--listen=127.0.0.1:0", "--host-layout=page_head"]
     assert main(["decode", "--engine-option=pools=deepseek_v4", *flags]) == 2
     output = capsys.readouterr().err
     assert "component 'c4'" in output

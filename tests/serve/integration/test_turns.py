@@ -202,7 +202,7 @@ async def forgetful(logs: Path, rank: int) -> AsyncIterator[Site]:
     limits = [few if number == rank else QUICK for number in range(2)]
     engine = {"engine": ENGINE, "engine_option": (*GQA, "step_ms=10"), "slots": 4_096}
     both = engine | {"tp_size": 2, "group": group}
-    place = {"limits": limits[1], "tp_rank": 1, "node": "decode-0-tp1", "http": ""}
+    place = {"limits": limits[1], "tp_rank": 1, "node": "decode-0-tp1", "listen": ""}
     sockets = tempfile.TemporaryDirectory(prefix="pdt-")
     other = decode_config(Path(sockets.name) / "s", **both | place)
     follower = start(other, logs / "decode-0-tp1.log", [])

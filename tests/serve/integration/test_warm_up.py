@@ -27,7 +27,7 @@ async def test_a_daemon_is_not_ready_before_its_engine_has_warmed_up(
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", str(REPO)))
     gates, http = Gates(tmp_path / "gates"), free_address()
     gates.directory.mkdir()
-    more = PLAIN | {"http": http, "engine_option": ("model=plain", f"gates={gates.directory}")}
+    more = PLAIN | {"listen": http, "engine_option": ("model=plain", f"gates={gates.directory}")}
     sockets = tempfile.TemporaryDirectory(prefix="pdt-")  # a Unix socket's path is short
     config = prefill_config(**more) if role == "prefill" else decode_config(Path(sockets.name) / "s", **more)
     with sockets:

@@ -25,7 +25,7 @@ def number(config):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("flag", ["--bind", "--http"])
+@pytest.mark.parametrize("flag", ["--bind", "--listen"])
 def test_a_taken_port_is_refused_before_an_engine_is_made(
     role: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -35,7 +35,7 @@ def test_a_taken_port_is_refused_before_an_engine_is_made(
     monkeypatch.setattr(daemon_module, "create_engine", never)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = address_bound(taken)
-        flags = {"--bind": "tcp://127.0.0.1:0", "--http": "127.0.0.1:0"}
+        flags = {"--bind": "tcp://127.0.0.1:0", "--listen": "127.0.0.1:0"}
         flags[flag] = address if flag == "--bind" else address.removeprefix("tcp://")
         assert main([role, *(word for pair in flags.items() for word in pair)]) == 1
     printed = capsys.readouterr().err
@@ -56,7 +56,7 @@ def test_a_factory_of_the_users_that_fails_is_named_and_is_no_bug_of_ours(
     (tmp_path / "users_factories.py").write_text(FACTORIES)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     engine = f"users_factories:{attribute}"
-    assert main(["prefill", "--engine", engine, "--bind", "tcp://127.0.0.1:0", "--http", ""]) == 2
+    assert main(["prefill", "--engine", engine, "--bind", "tcp://127.0.0.1:0", "--listen", ""]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"pdtransfer: engine = '{engine}': {text}")
     assert printed.count("\n") == 1

@@ -163,9 +163,7 @@ def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.M
     assert bound(monkeypatch, "prefill").chunk_tokens == 99
 
 
-def test_keys_above_all_tables_hold_forevery_command_that_knows_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_above_all_tables_hold_for_each_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "pd.toml"
     file.write_text(
         'log_level = "error"\nhost_layout = "page_head"\n[limits]\nwindow = 9\nqueue_max = 9\n'
@@ -182,16 +180,11 @@ def test_keys_above_all_tables_hold_forevery_command_that_knows_them(
     assert router.log_level == "error"
 
 
-def test_repeated_flags_make_a_list_and_replace_that_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_flags_make_a_list_instead_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "pd.toml"
     file.write_text('[router]\ndecode = ["tcp://127.0.0.1:1"]\n')
-    given = ["--decode", "tcp://127.0.0.1:2", "--decode", "tcp://127.0.0.1:3"]
-    assert bound(monkeypatch, "router", "--config", str(file), *given).decode == (
-        "tcp://127.0.0.1:2",
-        "tcp://127.0.0.1:3",
-    )
+    config = bound(monkeypatch, "router", "--config", str(file), "--decode=tcp://[::1]:2", "--decode=tcp://[::1]:3")
+    assert config.decode == ("tcp://[::1]:2", "tcp://[::1]:3")
     monkeypatch.setenv("PDTRANSFER_DECODE", "tcp://127.0.0.1:4 tcp://127.0.0.1:5")
     assert bound(monkeypatch, "router").decode == ("tcp://127.0.0.1:4", "tcp://127.0.0.1:5")
 
@@ -237,11 +230,22 @@ def test_no_daemon_warns_of_what_another_process_of_ours_reads(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("command", ["prefill", "decode", "router"])
+def test_an_older_name_is_warned_of_and_is_none_of_a_routers_in_a_shared_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setenv("PDTRANSFER_HTTP", "127.0.0.1:1")
+    monkeypatch.setenv("PDTRANSFER_LISTEN", "127.0.0.1:2")
+    shown = bound(monkeypatch, command).listen, "PDTRANSFER_HTTP end with 0.3" in capsys.readouterr().err
+    assert shown == (("127.0.0.1:2", False) if command == "router" else ("127.0.0.1:1", True))
+    assert (bound(monkeypatch, command, "--listen=127.0.0.1:3").listen, capsys.readouterr().err) == ("127.0.0.1:3", "")
+
+
 @pytest.mark.parametrize(
     "given",
     [
         PrefillConfig(),
-        PrefillConfig(node="p0", slots=1_024, page_size=16, engine_option=("a=1", "b=-2"), json=True, http=""),
+        PrefillConfig(node="p0", slots=1_024, page_size=16, engine_option=("a=1", "b=-2"), json=True, listen=""),
         DecodeConfig(node="d1", prefix_cache=False),
         DecodeConfig(node="d0", bind="tcp://127.0.0.1:0", socket_directory=Path("/run/a b"), limits=Limits(window=4)),
         RouterConfig(prefill=(f"-{KEY[1:]}@tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), key=Path("k"), allow=Path("a")),

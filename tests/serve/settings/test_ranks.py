@@ -78,11 +78,11 @@ def test_ranks_differ_by_the_one_setting_that_is_anothers(usual: dict, more: dic
 
 def test_a_follower_takes_free_ports_unless_others_are_given() -> None:
     follower = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP)
-    assert (follower.bind, follower.http, follower.leads) == ("tcp://127.0.0.1:0", "", False)
-    config = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP, bind="tcp://127.0.0.1:7301", http="127.0.0.1:7302")
-    assert (config.bind, config.http) == ("tcp://127.0.0.1:7301", "127.0.0.1:7302")
+    assert (follower.bind, follower.listen, follower.leads) == ("tcp://127.0.0.1:0", "", False)
+    config = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP, bind="tcp://127.0.0.1:7301", listen="127.0.0.1:7302")
+    assert (config.bind, config.listen) == ("tcp://127.0.0.1:7301", "127.0.0.1:7302")
     leader = DecodeConfig(tp_size=2)
-    assert (leader.bind, leader.http, leader.leads) == ("tcp://127.0.0.1:7201", "127.0.0.1:7202", True)
+    assert (leader.bind, leader.listen, leader.leads) == ("tcp://127.0.0.1:7201", "127.0.0.1:7202", True)
 
 
 def test_settings_common_to_all_ranks_include_the_weights_and_the_sizes() -> None:
@@ -109,7 +109,7 @@ def test_the_router_names_decode_ranks_by_key() -> None:
 
 
 def test_a_group_is_reached_from_other_hosts_where_peers_are_with_keys_or_insecure() -> None:
-    far = {"tp_size": 2, "bind": "tcp://192.0.2.1:7101", "http": ""}
+    far = {"tp_size": 2, "bind": "tcp://192.0.2.1:7101", "listen": ""}
     for more in ({"insecure": True, "group": "192.0.2.1:7100"}, KEYED | {"group": f"{KEY}@192.0.2.1:7100"}):
         for rank in (0, 1):
             config = PrefillConfig(**far, tp_rank=rank, **more)

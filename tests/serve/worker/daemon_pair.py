@@ -32,7 +32,7 @@ from pdtransfer.wire import Begin, End, Ended, Hello, Message, Ranks, Sampling, 
 from tests.support.routing_world import identity
 from tests.support.waiting import until
 
-OPTIONS = {"slots": 1_024, "http": "", "engine_option": ("layers=1",)}
+OPTIONS = {"slots": 1_024, "listen": "", "engine_option": ("layers=1",)}
 TRACEPARENT = f"00-{'a1' * 16}-{'b2' * 8}-01"
 TOKENS = 130  # two blocks of the prefix cache, and something
 

@@ -44,7 +44,7 @@ OTHER = JoinedRank(Ranks(1, 2), "p0-tp1")
 @asynccontextmanager
 async def leading(ranks: Ranks = Ranks(0, 2)) -> AsyncIterator[Any]:  # noqa: B008
     """A daemon of these ranks, with `routers`; its engine does not run."""
-    config = PrefillConfig(slots=1_024, http="")
+    config = PrefillConfig(slots=1_024, listen="")
     engine = create_engine(config.factory, config.engine_config)
     settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
     port = ThreadQueues[Order]()
@@ -106,7 +106,7 @@ def test_keys_that_cannot_be_read_are_reported_before_the_engine_is_made(
         peers.write_text(line)
         key.unlink()
     with pytest.raises(ConfigError, match=str(key if name == "key" else peers)):
-        daemon.run(PrefillConfig(http="", bind="tcp://127.0.0.1:0", key=key, allow=peers))
+        daemon.run(PrefillConfig(listen="", bind="tcp://127.0.0.1:0", key=key, allow=peers))
 
 
 @pytest.mark.parametrize("shared", [True, False])

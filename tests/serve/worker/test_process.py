@@ -22,7 +22,7 @@ def noted(transports, prepare=PrefillTransports.prepare):
 
 PrefillTransports.prepare = noted
 
-sys.argv = ["pdtransfer", *sys.argv[1:], "--json", "--bind", "tcp://127.0.0.1:0", "--http", "127.0.0.1:0"]
+sys.argv = ["pdtransfer", *sys.argv[1:], "--json", "--bind", "tcp://127.0.0.1:0", "--listen", "127.0.0.1:0"]
 status = main()
 print(json.dumps({"loaded": list(sys.modules), "collects": gc.isenabled(), "frozen": gc.get_freeze_count() > 0}))
 sys.exit(status)

@@ -242,14 +242,14 @@ def _fleet(wanted: Measured, traces: Path) -> Fleet:
     options = tuple(f"{name}={value}" for name, value in wanted.options.items())
     model, limits = str(wanted.model), _LIMITS
     prefill = PrefillConfig(
-        bind="tcp://127.0.0.1:0", http="127.0.0.1:0", node="prefill", model=model, engine_option=options, limits=limits,
+        bind="tcp://127.0.0.1:0", listen="127.0.0.1:0", node="prefill", model=model, engine_option=options,
         slots=wanted.slots, page_size=PAGE_SIZE, device=wanted.devices[0], chunk_tokens=wanted.chunk_tokens,
-        timeline=traces,
+        timeline=traces, limits=limits,
     )  # fmt: skip
     decode = DecodeConfig(
-        bind="tcp://127.0.0.1:0", http="127.0.0.1:0", node="decode", model=model, engine_option=options, limits=limits,
+        bind="tcp://127.0.0.1:0", listen="127.0.0.1:0", node="decode", model=model, engine_option=options,
         slots=wanted.slots, host_layout="layer_first", device=wanted.devices[1], batch_max=max(wanted.clients),
-        timeline=traces, socket_directory=wanted.logs / "sockets",
+        timeline=traces, limits=limits, socket_directory=wanted.logs / "sockets",
     )  # fmt: skip
     router = RouterConfig(listen="127.0.0.1:0", node="router", model=model, limits=limits, timeline=traces)
     return Fleet([prefill], [decode], router, wanted.logs)

@@ -70,7 +70,7 @@ def _fleet(directory: Path, *, keyed: bool) -> Fleet:
         return {"node": node, **({"key": directory / f"{node}.key", "allow": directory / "all"} if keyed else {})}
 
     same: dict[str, Any] = {
-        "bind": "tcp://127.0.0.1:0", "http": "127.0.0.1:0", "slots": 4_096, "page_size": 16, "transport": "shm",
+        "bind": "tcp://127.0.0.1:0", "listen": "127.0.0.1:0", "slots": 4_096, "page_size": 16, "transport": "shm",
         "engine": ENGINE, "engine_option": ("token_us=50", "step_ms=2"),
     }  # fmt: skip
     router, prefill, decode = NODES

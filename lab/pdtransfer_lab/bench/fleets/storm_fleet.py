@@ -215,7 +215,7 @@ def configs_of(kind: StormKind, directory: Path) -> list[PrefillConfig | DecodeC
 
     def worker(node: str) -> dict[str, Any]:
         return options_of(node) | {
-            "bind": f"tcp://{free_address()}", "http": free_address(), "slots": SLOTS, "transport": kind.transport,
+            "bind": f"tcp://{free_address()}", "listen": free_address(), "slots": SLOTS, "transport": kind.transport,
             "engine_option": tuple(f"{name}={value}" for name, value in OPTIONS.items()),
         }  # fmt: skip
 

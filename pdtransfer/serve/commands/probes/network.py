@@ -52,9 +52,9 @@ def ports(root: Path) -> Seen:
     taken: list[str] = []
     for name, address in (
         ("prefill --bind", prefill.bind),
-        ("prefill --http", prefill.http),
+        ("prefill --listen", prefill.listen),
         ("decode --bind", decode.bind),
-        ("decode --http", decode.http),
+        ("decode --listen", decode.listen),
         ("router --listen", router.listen),
     ):
         endpoint = Address.parse("tcp://" + address.removeprefix("tcp://"))

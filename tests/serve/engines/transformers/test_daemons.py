@@ -97,7 +97,7 @@ async def test_what_the_model_does_not_have_is_refused_with_both_values(site: Si
 def test_a_directory_that_is_no_checkpoint_is_one_line_that_names_it(
     role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([role, f"--model={tmp_path}", "--bind=tcp://127.0.0.1:0", "--http=127.0.0.1:0"]) == 2
+    assert main([role, f"--model={tmp_path}", "--bind=tcp://127.0.0.1:0", "--listen=127.0.0.1:0"]) == 2
     output = capsys.readouterr().err
     assert f"model = '{tmp_path}': " in output
     assert "config.json" in output

@@ -27,7 +27,7 @@ RANKS_OWN = {
     *("node", "key", "allow", "insecure", "log_level", "log_format", "log_file", "timeline", "otlp", "allowed_hosts"),
     *("json", "limits", "bind", "advertise", "transport", "transport_ports", "transport_protocol", "firewall"),
     *("firewall_admit", "http", "engine", "host_layout", "device", "tp_size", "tp_rank", "pp_size", "pp_rank", "group"),
-    *("copy_threads", "huge_pages", "host_buffer_gib", "socket_directory", "retract_policy"),
+    *("listen", "copy_threads", "huge_pages", "host_buffer_gib", "socket_directory", "retract_policy"),
 }
 DESCRIPTION = EngineDescription(model="m", weights=bytes(32), components=(), memory_bytes=0)
 
@@ -97,7 +97,7 @@ async def test_a_rank_that_others_have_started_reports_its_error_at_once() -> No
 def test_ranks_of_one_host_make_their_engines_at_the_same_time_and_report_what_all_find_once(tmp_path: Path) -> None:
     ran = subprocess.run(
         [
-            sys.executable, "-m", "pdtransfer", "decode", "--tp-size=2", "--bind=tcp://127.0.0.1:0", "--http=",
+            sys.executable, "-m", "pdtransfer", "decode", "--tp-size=2", "--bind=tcp://127.0.0.1:0", "--listen=",
             "--engine=tests.support.engines.met:create", f"--engine-option=at={tmp_path}",
         ],
         cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True, text=True, timeout=6 * PATIENCE_S,

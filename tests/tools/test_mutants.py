@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -80,50 +81,36 @@ def command(pid: str) -> bytes:
         return b""
 
 
-TREE = {
-    "pdtransfer/__init__.py": "",
-    "pdtransfer/clamp.py": "def clamp(count, most):\n    while count > most:\n        count -= 1\n    return count\n",
-    "pdtransfer/other.py": "SIZE = (lambda: 1)()\n",
-    "tests/test_clamp.py": """import os
-import subprocess
-from pdtransfer.clamp import clamp
-
-def test_clamp():
-    left = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    with open(os.environ["LEFT"], "a") as pids:
-        pids.write(f"{left.pid} ")
-    assert clamp(5, 3) == 3
-""",
-}
+TREE = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text())
 
 
 @pytest.mark.slow
 def test_each_mutant_of_a_tree_meets_its_tests_which_leave_no_process_and_may_have_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in TREE.items():
+    for name, text in TREE["files"].items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    sets: dict[str, Any] = {"sets": {"all": {"count": 3, "code": ["pdtransfer"], "tests": [["tests"]]}}}
+    sets: dict[str, Any] = {"sets": {"all": {"count": 30, "code": ["pdtransfer"], "tests": [["tests"]]}}}
     monkeypatch.setattr(mutants_main, "_ROOT", tmp_path)
     monkeypatch.setattr(mutants_main, "_SETS", sets | {"equivalent": {}, "gpu": {}})
     out = tmp_path / "out.json"
     monkeypatch.setenv("LEFT", str(tmp_path / "left"))
     mutants_main.main([f"--out={out}", "--jobs=1", "--minutes=0"])
-    assert capsys.readouterr().out.endswith("Not run: 3 of 3; --resume runs them\n")
+    assert capsys.readouterr().out.endswith("Not run: 14 of 14; --resume runs them\n")
     mutants_main.main([f"--out={out}", "--test-seconds=2", "--jobs=1", "--resume"])
     report = json.loads(out.read_text())
-    assert {name.partition(": ")[2]: kept["status"] for name, kept in report.items()} == {
-        "while count > most: -> while count >= most:": "killed",
-        "count -= 1 -> count += 1": "by time",
-        "count -= 1 -> count -= 2": "lived",
-    }
+    for place, expected in TREE["expected"].items():
+        results = {name: kept["status"] for name, kept in report.items() if kept["fork"] == (place == "fork")}
+        assert {name.partition(": ")[2]: status for name, status in results.items()} == expected
     lived = next(name for name, kept in report.items() if kept["status"] == "lived")
     assert capsys.readouterr().out.endswith(f"{lived}, line 3\n")
+    mutants_main.main(["pdtransfer/clamp.py", f"--out={out}", "--test-seconds=600", "--seconds=1", "--jobs=1"])
+    assert "by time" in {kept["status"] for kept in json.loads(out.read_text()).values()}
     for pid in (tmp_path / "left").read_text().split():
         wait_for(lambda pid=pid: b"sleep" not in command(pid))
-    assert (tmp_path / "pdtransfer/clamp.py").read_text() == TREE["pdtransfer/clamp.py"]
+    assert (tmp_path / "pdtransfer/clamp.py").read_text() == TREE["files"]["pdtransfer/clamp.py"]
 
 
 def test_files_of_no_set_are_asked_for_together(

@@ -1,8 +1,8 @@
 """`python -m tools.mutants` runs the smoke set of sets.toml; with paths, or path:function, their mutants.
 
-Each mutant is written into a copy of the tree, and the tests of its set run there in a process of their own. It is
-killed if the same test fails twice. The report has the result of each; `--resume` goes on with a report, as after
-`--minutes` are over, and `--again` runs those once more that lived.
+Each mutant meets the tests of its set in a copy of the tree. It is killed if the same test fails twice. The report has
+the result of each; `--resume` goes on with a report, as after `--minutes` are over, and `--again` runs those once more
+that lived.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,135 +18,18 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from .clone import Clone
 from .edits import Mutant, mutants
-from .plugin import ALONE, LEFT_OUT, NEAREST, REPORT
 
 _ROOT = Path(__file__).parents[2]
 _SETS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("sets.toml").read_text())
 # A kill is one of the first three. "unsure": the test that failed does so without the mutant.
 _ENDS = ("killed", "by assert", "by time", "import", "unsure", "equivalent", "gpu", "lived")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """`failed` has each test that failed, with where and why; the last that had started, if time was over."""
-
-    status: str
-    failed: dict[str, str]
-
-
-class Clone:
-    """A copy of the tree, for one mutant at a time."""
-
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        self.path, self._options = folder / "tree", options
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stopped = False
-        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True, text=True)  # noqa: S603
-        for name in listed.stdout.split("\0"):
-            if name and (_ROOT / name).is_file():
-                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(_ROOT / name, self.path / name)
-        for environment in _ROOT.glob(".venv*"):
-            (self.path / environment.name).symlink_to(environment)
-
-    def meet(self, mutant: Mutant, stages: list[list[str]]) -> dict[str, object]:
-        """What becomes of the mutant: one stage of tests after the other, until one has killed it."""
-        source = (self.path / mutant.file).read_bytes()
-        started = time.monotonic()
-        self.write(mutant.file, source[: mutant.start] + mutant.new.encode() + source[mutant.end :])
-        try:
-            outcome, left_out = Outcome("lived", {}), list[str]()
-            for stage in stages:
-                while True:
-                    outcome = self.run(stage, Path(mutant.file).stem, left_out, stops=not self._options.matrix)
-                    test = next(iter(outcome.failed), None)
-                    if test is None or self._options.matrix or self.run([test], "", []).failed:
-                        break
-                    left_out.append(test)
-                if outcome.failed:
-                    break
-        finally:
-            self.write(mutant.file, source)
-        return {
-            "status": outcome.status,
-            "tests": outcome.failed,
-            "failed once": left_out,
-            "line": mutant.line,
-            "seconds": round(time.monotonic() - started, 1),
-        }
-
-    def write(self, file: str, source: bytes) -> None:
-        """With its bytecode removed: that is found by time and size alone."""
-        path = self.path / file
-        path.write_bytes(source)
-        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
-            compiled.unlink()
-
-    def run(
-        self, tests: list[str], nearest: str, left_out: list[str], *, stops: bool = True, limited: bool = True
-    ) -> Outcome:
-        """These tests in a process of their own, up to the first failure; all of them with `stops` off."""
-        report = self.path.with_name("report")
-        report.write_text("")
-        names = {
-            "PYTHONPATH": f"{self.path}:{self.path / 'lab'}",
-            "PYTHONHASHSEED": "0",
-            "PYTHONDONTWRITEBYTECODE": "",  # the package is compiled once a clone
-            "TMPDIR": str(self.path.parent),
-        }
-        alone = "1" if self._options.near else ""
-        names |= {REPORT: str(report), NEAREST: nearest, ALONE: alone, LEFT_OUT: json.dumps(left_out)}
-        command = [sys.executable, "-m", "pytest", *tests, "-n0", "-q", "--tb=short", "-pno:cacheprovider"]
-        command += ["-ptools.mutants.plugin", f"--timeout={self._options.test_seconds}", *(["-x"] if stops else [])]
-        process = subprocess.Popen(  # noqa: S603
-            command, cwd=self.path, env=os.environ | names, start_new_session=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        self._process, late = process, False
-        try:
-            if self._stopped:
-                raise KeyboardInterrupt
-            process.wait(self._options.seconds if limited else None)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            _end(process, report)
-        lines = [json.loads(line) for line in report.read_text().splitlines()]
-        failed = {test: why for kind, test, why in lines if kind == "failed"}
-        if not failed and any(kind == "import" for kind, _, _ in lines):
-            return Outcome("import", {})
-        if not failed and (late or process.returncode not in (0, 5)):
-            failed = {test: "no end" for _, test, _ in lines[-1:]}
-        why = next(iter(failed.values()), "")
-        by_assert = "AssertionError" in why and why.startswith(f"{self.path}/pdtransfer/")
-        status = "by time" if "Timeout" in why or why == "no end" else "by assert" if by_assert else "killed"
-        return Outcome(status if failed else "lived", failed)
-
-    def stop(self) -> None:
-        """From another thread: ends the tests, and begins no others."""
-        self._stopped = True
-        if self._process is not None:
-            _end(self._process, self.path.with_name("report"))
-
-
-def _end(process: subprocess.Popen[bytes], report: Path) -> None:
-    """With what its tests have started, in sessions of their own as well: all of it has the report's name."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for started in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # another user's, or gone
-            if f"{REPORT}={report}".encode() in (started / "environ").read_bytes().split(b"\0"):
-                os.kill(int(started.name), signal.SIGKILL)
 
 
 def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Mutant]]:
@@ -220,7 +100,7 @@ def _run(wanted: list[tuple[str, Mutant]], report: dict[str, dict[str, Any]], op
     end = time.monotonic() + 60 * options.minutes
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="m") as folder, ThreadPoolExecutor(options.jobs) as threads:
-        made = [Clone(Path(folder) / str(number), options) for number in range(options.jobs)]
+        made = [Clone(_ROOT, Path(folder) / str(number), options) for number in range(options.jobs)]
         clones: SimpleQueue[Clone] = SimpleQueue()
         for clone in made:
             clones.put(clone)
@@ -244,16 +124,15 @@ def _run(wanted: list[tuple[str, Mutant]], report: dict[str, dict[str, Any]], op
                 report[mutant] = {"set": name, **outcome}
                 _write(report, options.out)
                 print(f"{outcome['status']:<10} {outcome['seconds']:>5} s  {mutant}", flush=True)
-        except KeyboardInterrupt:
+            met = (report[mutant.name] for _, mutant in wanted if mutant.name in report)
+            killers = sorted({next(iter(each["tests"]), "") for each in met} - {""})
+            for clone in made:
+                clone.end()
+            red = made[0].red(killers) if killers else []
+        finally:
             threads.shutdown(wait=False, cancel_futures=True)
             for clone in made:
                 clone.stop()
-            raise
-        met = (report[mutant.name] for _, mutant in wanted if mutant.name in report)
-        killers = sorted({next(iter(each["tests"]), "") for each in met} - {""})
-        clone = clones.get()
-        red = list(clone.run(killers, "", [], stops=False, limited=False).failed if killers else [])
-        red = [test for test in red if clone.run([test], "", []).failed]
         for each in report.values():
             if next(iter(each["tests"]), "") in red:
                 each["status"] = "unsure"

@@ -51,7 +51,7 @@ struct Rows {
 };
 enum { UNIFIED = 4 };
 
-enum { NOT_READY = 600, POLL_NANOSECONDS = 20000 };
+enum { NOT_READY = 600, POLL_NANOSECONDS = 20000, NAP_MAX_NANOSECONDS = 100000, WAITED_PER_NAP = 256 };
 
 /* Kernel rows, then copy engine runs; a fetch reverses the order. Either may be empty. */
 struct Work {
@@ -204,11 +204,12 @@ static int64_t now(void) {
     return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
 }
 
-/* Sleeps until an event has passed, `called` is set, or the deadline is reached. A small timer slack keeps the naps
- * short. */
+/* Sleeps until an event has passed, `called` is set, or the deadline is reached. Naps grow with the time that has been
+ * waited, since each costs CPU. A small timer slack keeps them short. */
 EXTERN void pdtransfer_await(struct Await *await) {
     prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);
-    const struct timespec pause = {0, POLL_NANOSECONDS};
+    const int64_t began = now();
+    struct timespec pause = {0, POLL_NANOSECONDS};
     await->status = await->calls->set_context(await->context);
     for (await->passed = await->status ? 0 : -1; !await->status; nanosleep(&pause, NULL)) {
         for (int64_t at = 0; at < await->count; at++) {
@@ -217,6 +218,8 @@ EXTERN void pdtransfer_await(struct Await *await) {
             await->passed = at, await->status = status;
             return;
         }
-        if (!await->called || *(const volatile uint32_t *)await->called || now() >= await->until) return;
+        const int64_t time = now(), nap = (time - began) / WAITED_PER_NAP;
+        if (!await->called || *(const volatile uint32_t *)await->called || time >= await->until) return;
+        pause.tv_nsec = nap < POLL_NANOSECONDS ? POLL_NANOSECONDS : nap < NAP_MAX_NANOSECONDS ? nap : NAP_MAX_NANOSECONDS;
     }
 }

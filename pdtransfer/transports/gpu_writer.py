@@ -39,7 +39,7 @@ PIECE_BYTES = 16 << 20  # of one launch to the host: some 0.3 ms of the bus
 PEER_PIECE_BYTES = 128 << 20  # of one to another GPU: no shorter than the CPU takes to make the next
 WITHIN_PIECE_BYTES = 1 << 30  # of one within a GPU: it takes less than a millisecond
 HINT_NS = 500_000  # between two hints of one write: a thread that has slept for a millisecond is slow to wake
-HINTS_MAX = 128  # reports of one write: an engine may have a single event for all that it computes
+HINTS_MAX = 32  # reports of one write: an engine may have a single event for all that it computes
 
 log = logging.getLogger(__name__)
 

@@ -32,6 +32,7 @@ SLOT_BYTES = 16 << 20
 EVENTS = 9  # pending works: they keep the copy engine busy while the queueing thread waits for a core
 _STAGINGS = 8  # pending lists of slots
 NEVER_NS = (1 << 63) - 1
+NAP_MAX_SECONDS, WAITED_PER_NAP = 100e-6, 256  # naps grow with what has been waited, since each costs CPU
 
 ARGUMENT = np.dtype(CopyArgument)
 
@@ -332,20 +333,18 @@ def wait_any(
     return argument.passed, failed
 
 
-def _wait_in_python(
-    gpu: Gpu, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int
-) -> tuple[int, str]:  # fmt: skip
-    while called is None or not called.value:
+def _wait_in_python(gpu: Gpu, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int) -> tuple[int, str]:
+    began_ns = time.monotonic_ns()
+    while True:
         for index, event in enumerate(events):
             try:
                 if gpu.passed(event):
                     return index, ""
             except WorldError as error:
                 return index, str(error)
-        if called is None or time.monotonic_ns() >= until_ns:
-            break
-        time.sleep(POLL_SECONDS)
-    return -1, ""
+        if called is None or called.value or (now_ns := time.monotonic_ns()) >= until_ns:
+            return -1, ""
+        time.sleep(min(max(POLL_SECONDS, (now_ns - began_ns) / WAITED_PER_NAP / 1e9), NAP_MAX_SECONDS))
 
 
 class NativeLanes(NamedTuple):

@@ -10,6 +10,7 @@ import ctypes
 import random
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
@@ -533,3 +534,21 @@ def test_whoever_waits_for_several_events_gets_the_first_that_fires_or_is_called
     assert (at, failed) == (0, "")
     here.passed, here._random.random = Mock(return_value=False), lambda: 0.0
     assert lanes.wait_any(here, events, called, time.monotonic_ns() + 1_000) == (-1, ""), "its time is over"
+
+
+def test_whoever_has_waited_long_asks_less_often(here: GpuOnHost) -> None:
+    """A nap never ends early, so under any load these pauses are at least as long."""
+    asked: list[int] = []
+    event = here.event()
+    here.record(event, here.stream())
+
+    def not_ready(*_: object) -> float:
+        asked.append(time.monotonic_ns())
+        return 0.0
+
+    here.passed = here._random.random = not_ready  # asked by Python, and by C
+    until_ns = time.monotonic_ns() + 200_000_000
+    assert lanes.wait_any(here, [event], ctypes.c_uint32(), until_ns) == (-1, "")
+    late = [ns for ns in asked if ns > until_ns - 100_000_000]
+    assert len(late) > 1
+    assert all(after - before > 100_000 for before, after in pairwise(late))

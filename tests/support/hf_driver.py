@@ -34,6 +34,9 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1, "topk_method": "noaux_tc", "moe_layer_freq": 1, "scoring_func": "sigmoid",
     "initializer_range": 0.08,
 }  # fmt: skip
+NEXT_LAYER = LATENT | {  # SGLang's kernel for what such a layer reads takes more than 256 hidden numbers
+    "hidden_size": 512, "num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 # As DeepSeek-V3 has it: SGLang turns rows on a CPU in no other way.
 PUBLISHED: dict[str, Any] = {
     "rope_parameters": {
@@ -191,10 +194,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3_dense": ("DeepseekV3Config", LATENT | {"first_k_dense_replace": 3}),
-    "deepseek_v3_drafted": (
-        "DeepseekV3Config",
-        LATENT | {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 1},
-    ),
+    "deepseek_v3_drafted": ("DeepseekV3Config", NEXT_LAYER),
     "deepseek_v3_yarn": ("DeepseekV3Config", LATENT | PUBLISHED),
     # Of the sizes that kernels of sparse attention (DSA) take; the second has a layer of experts.
     "glm_dsa": ("GlmMoeDsaConfig", SPARSE),

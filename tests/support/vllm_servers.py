@@ -291,6 +291,16 @@ class ServerSite:
     def servers(self) -> list[FakeVllm]:
         return [*self.prefill, *self.decode]
 
+    @property
+    def at_decode(self) -> int:
+        """How many requests its first decode server has got."""
+        return len(self.decode[0].seen)
+
+    async def get(self, path: str) -> tuple[int, str]:
+        """Returns status and text."""
+        async with self.http.get(self.url + path) as response:
+            return response.status, await response.text()
+
     async def post(self, path: str = "/v1/completions", *, headers=None, **body):
         """Returns status, JSON and headers."""
         body = {"model": "m", "prompt": "once", "max_tokens": 9} | body
@@ -316,16 +326,6 @@ class ServerSite:
             assert each.identity is not None
         for server in self.servers:
             server.seen.clear()
-
-    async def abandoned(self) -> None:
-        """A client leaves once every server has its request. Each of them sees that, and the router awaits none."""
-        for each in self.servers:
-            each.gate.clear()
-        task = asyncio.create_task(self.post())
-        await until(lambda: all(each.seen for each in self.servers))
-        task.cancel()
-        await until(lambda: all(each.seen[0].left for each in self.servers))
-        await until(lambda: not any(each.unfinished for each in self.backend.pool.all))
 
     def server(self, fake: FakeVllm):
         """What the router knows of it."""

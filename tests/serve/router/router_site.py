@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from pdtransfer.serve.tracing.ended_request import EndedRequest, EndedRequests
 from pdtransfer.serve.worker.service import Service, StartRoom, StopRoom
 from pdtransfer.wire import Begin, End, Load, Logprobs, unpack_ids
 from tests.support.routing_world import identity
+from tests.support.vllm_servers import ServerSite
 from tests.support.waiting import until
 
 LIMITS = Limits(resend_ms=50, resend_ms_max=200, ping_ms=100, silence_ms=10_000, room_deadline_ms=60_000)
@@ -136,13 +137,17 @@ class Site:
     url: str
     ended: list[EndedRequest] = field(default_factory=list[EndedRequest])  # records, as they came
 
-    async def post(self, path: str = "/v1/completions", /, **body) -> tuple[int, dict, aiohttp.ClientResponse]:
-        async with self.http.post(self.url + path, json=body) as response:
-            return response.status, await response.json(), response
+    @property
+    def at_decode(self) -> int:
+        """How many rooms its first decode worker has begun."""
+        return len(self.decode[0].begun)
 
-    async def get(self, path: str) -> tuple[int, str]:
-        async with self.http.get(self.url + path) as response:
-            return response.status, await response.text()
+    async def post(self, path: str = "/v1/completions", /, **body) -> tuple[int, dict, Mapping[str, str]]:
+        """Returns status, JSON and headers."""
+        async with self.http.post(self.url + path, json=body) as response:
+            return response.status, await response.json(), response.headers
+
+    get = ServerSite.get
 
 
 @asynccontextmanager

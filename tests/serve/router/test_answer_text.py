@@ -41,25 +41,6 @@ def test_text_before_a_stop_goes_out_and_the_stop_does_not() -> None:
     assert (answer.stopped, answer.tokens, answer.end().text) == (True, 8, "")
 
 
-def test_what_only_began_a_stop_comes_at_the_end() -> None:
-    answer = growing("END")
-    assert fed(answer, "aEN", size=3) == ["a"]
-    assert answer.end().text == "EN"
-    assert not answer.stopped
-
-
-def test_the_first_of_several_stops_counts_also_within_one_piece() -> None:
-    answer = growing("cd", "b")
-    assert fed(answer, "abcd", size=4) == ["a"]
-    assert answer.tokens == 2
-
-
-def test_a_stop_may_be_kept() -> None:
-    answer = growing("END", keep_stop=True)
-    assert "".join(fed(answer, "abENDcd")) == "abEND"
-    assert answer.end().text == ""
-
-
 def test_no_stop_counts_within_the_first_min_tokens() -> None:
     answer = growing("b", min_tokens=3)
     assert "".join(fed(answer, "abab")) == "aba"

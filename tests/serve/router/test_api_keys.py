@@ -127,16 +127,6 @@ def test_a_key_has_its_limits_and_keeps_its_use_when_the_file_is_read_again() ->
     assert again.open_count == 0
 
 
-def test_a_rate_lets_a_second_of_requests_through_at_once_and_returns_when_to_come_again() -> None:
-    key = keys_of(f"{A} rate=2").find(f"Bearer {A}")
-    assert key is not None
-    assert used(key, 100.0, 2) == 2
-    with pytest.raises(RefusedRequestError) as refused, key.use(100.0):
-        pass
-    assert 400 <= refused.value.retry_ms <= 501
-    assert used(key, 100.0 + refused.value.retry_ms / 1e3, 1) == 1
-
-
 def used(key: ApiKey, now: float, times: int) -> int:
     """How many of this many requests at once the key's limits let through."""
     passed = 0

@@ -39,10 +39,6 @@ async def fetch(url: str, method: str, path: str, body: bytes = b"", **headers: 
     return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
 
 
-def generated(site: Site | ServerSite) -> int:
-    return len(site.decode[0].begun if isinstance(site, Site) else site.decode[0].seen)
-
-
 @pytest.mark.given(keys="")
 async def test_a_page_of_another_site_makes_nothing_generate(either: Site | ServerSite) -> None:
     evidence = [
@@ -63,7 +59,7 @@ async def test_a_page_of_another_site_makes_nothing_generate(either: Site | Serv
     for kind in FORMS:  # as old browsers send a form, without any evidence
         status, _ = await fetch(either.url, "POST", PATH, BODY, Authorization=STORED, Content_Type=kind)
         assert status == 415, kind
-    assert generated(either) == 0
+    assert either.at_decode == 0
 
 
 async def test_other_clients_send_what_they_like_and_pages_of_this_router_json(either: Site | ServerSite) -> None:
@@ -85,7 +81,7 @@ async def test_other_clients_send_what_they_like_and_pages_of_this_router_json(e
         assert (await fetch(either.url, "POST", PATH, BODY, Content_Type="application/json", **page))[0] == 200
         assert (await fetch(either.url, "POST", PATH, BODY, Content_Type="text/x", **page))[0] == 415
         assert (await fetch(either.url, "POST", PATH, BODY, **page))[0] == 415
-    assert generated(either) == 7
+    assert either.at_decode == 7
 
 
 PATHS = ["/", "/status", "/health", "/live", "/metrics", "/v1/models", "/none"]

@@ -184,8 +184,8 @@ async def test_a_room_that_cannot_begin_takes_the_others_with_it(site: Site, mon
         return submit(request, now)
 
     monkeypatch.setattr(site.backend.routing, "submit", refusing)
-    status, content, response = await site.post(prompt="abc", n=4, max_tokens=2)
-    assert (status, content["error"]["code"], response.headers["Retry-After"]) == (429, "full", "1")
+    status, content, headers = await site.post(prompt="abc", n=4, max_tokens=2)
+    assert (status, content["error"]["code"], headers["Retry-After"]) == (429, "full", "1")
     assert len(calls) == 3
     await until(lambda: not site.backend.routing.rooms)
     assert not site.backend._choices
@@ -198,7 +198,8 @@ async def test_rooms_of_one_request_count_one_by_one(site: Site) -> None:
     assert not site.decode[0].begun
     assert (await site.post(prompt="a", n=3))[0] == 200
     site.router.open_requests.prompts_bytes = site.router._config.limits.prompts_bytes_max - 20
-    assert (await site.post(prompt="abc", n=2))[0] == 429
+    status, content, _ = await site.post(prompt="abc", n=2)
+    assert (status, content["error"]["code"]) == (429, "full")
     assert (await site.post(prompt="ab", n=2))[0] == 200
     assert (await site.post(prompt=["a", "b"], echo=True))[0] == 200
     assert (await site.post(prompt="ab", n=2, echo=True))[0] == 200
@@ -223,15 +224,6 @@ async def test_others_have_their_turn_between_the_rooms_of_one_request(
         await asyncio.sleep(0)
     assert (await task)[0] == 200
     assert len(set(seen)) == 4
-
-
-async def test_a_disconnected_client_cancels_all_rooms(site: Site) -> None:
-    site.decode[0].gate.clear()
-    task = asyncio.create_task(site.post(prompt="abc", n=3))
-    await until(lambda: len(site.decode[0].begun) == 3)
-    task.cancel()
-    await until(lambda: len(site.decode[0].stopped) == 3)
-    await until(lambda: not site.backend.routing.rooms)
 
 
 @pytest.mark.parametrize("stop", [None, "b"])

@@ -17,6 +17,7 @@ from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.json_bodies import STATUSES
 from pdtransfer.serve.tracing.ended_request import EndedRequest, TraceContext
 from tests.serve.router.router_site import LIMITS, Site
+from tests.support.vllm_servers import ServerSite
 from tests.support.waiting import until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -30,7 +31,7 @@ def requests(site: Site) -> list[EndedRequest]:
     return [each for each in site.ended if each.scope == "request"]
 
 
-async def ask(site: Site, headers: dict[str, str], **body: Any) -> tuple[int, Mapping[str, str], bytes]:
+async def ask(site: Site | ServerSite, headers: dict[str, str], **body: Any) -> tuple[int, Mapping[str, str], bytes]:
     path = site.url + "/v1/completions"
     async with site.http.post(path, json={"prompt": "abc", "max_tokens": 7} | body, headers=headers) as answer:
         return answer.status, answer.headers, await answer.read()
@@ -70,13 +71,13 @@ async def test_a_request_without_ids_gets_one_and_no_trace(site: Site) -> None:
 
 
 @pytest.mark.parametrize("bad", ["x" * 129, "é", "a\tb"])
-async def test_an_id_that_may_not_be_passed_on_is_refused_by_name(site: Site, bad: str) -> None:
-    status, headers, body = await ask(site, {"X-Request-Id": bad})
+async def test_an_id_that_may_not_be_passed_on_is_refused_by_name(either: Site | ServerSite, bad: str) -> None:
+    status, headers, body = await ask(either, {"X-Request-Id": bad})
     assert (status, json.loads(body)["error"]["param"]) == (400, "X-Request-Id")
     assert re.fullmatch(r"[0-9a-f]{32}", headers["X-Request-Id"])
-    (record,) = site.ended
+    (record,) = either.ended
     assert (record.request_id, record.status) == (headers["X-Request-Id"], 400)
-    assert not site.decode[0].begun
+    assert not either.at_decode
 
 
 @pytest.mark.given(prefill=2)

@@ -192,6 +192,7 @@ async def test_each_event_is_relayed_when_it_comes(site: ServerSite) -> None:
     steps = asyncio.Semaphore(0)
     site.decode[0].more = SimpleNamespace(wait=steps.acquire)  # type: ignore[assignment]
     async with site.http.post(site.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         for text in ("one ", "two ", "three"):
             assert text.encode() in await response.content.readuntil(b"\n\n")
             steps.release()
@@ -263,12 +264,20 @@ async def test_a_prefill_whose_request_has_its_answer_is_forgotten_when_it_ends(
     assert [each() for each in left] == [None]
 
 
-async def test_a_client_that_leaves_is_no_error_of_ours() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_both_servers_and_is_no_error_of_ours(stream: bool) -> None:
     errors: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     async with server_site() as it:
         await it.meet()
-        await it.abandoned()
+        for each in it.servers:
+            each.gate.clear()
+        task = asyncio.create_task(it.post(stream=stream))
+        await until(lambda: all(each.seen for each in it.servers))
+        task.cancel()
+        await until(lambda: all(each.seen[0].left for each in it.servers))
+        await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
+        assert it.router.open_requests.count == 0
     assert not errors
 
 

@@ -229,10 +229,9 @@ async def test_streams_are_one_stream_with_one_end(site: ServerSite, path: str) 
     assert all("stream_options" not in seen.body for seen in site.prefill[0].seen)
     await is_quiet(site)
     assert [(record.status, record.stream) for record in site.ended] == [(200, True)]
-    metric = b"pdtransfer_first_token_seconds_count"
-    async with site.http.get(site.url + "/metrics") as response:
-        lines = [line for line in (await response.read()).splitlines() if line.startswith(metric)]
-    assert [line.rpartition(b" ")[2] for line in lines] == [b"1.0"], "the first of all choices counts"
+    metrics = (await site.get("/metrics"))[1].splitlines()
+    lines = [line for line in metrics if line.startswith("pdtransfer_first_token_seconds_count")]
+    assert [line.rpartition(" ")[2] for line in lines] == ["1.0"], "the first of all choices counts"
 
 
 async def test_the_others_follow_once_prefill_has_computed_the_prompt(site: ServerSite) -> None:

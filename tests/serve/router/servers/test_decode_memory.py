@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -78,11 +79,10 @@ async def test_a_wait_is_in_health_metrics_and_log(
 
         wait(3)
         await until(lambda: logged(f"decode {decode.url}: 3 requests wait for its memory: "))
-        async with site.http.get(site.url + "/health") as response:
-            shown = {server["role"]: server["waiting"] for server in (await response.json())["servers"]}
+        servers = json.loads((await site.get("/health"))[1])["servers"]
+        shown = {server["role"]: server["waiting"] for server in servers}
         assert (shown["prefill"], shown["decode"]["requests"]) == (None, 3)
-        async with site.http.get(site.url + "/metrics") as response:
-            assert f'{METRIC}{{url="{decode.url}"}} 3.0' in await response.text()
+        assert f'{METRIC}{{url="{decode.url}"}} 3.0' in (await site.get("/metrics"))[1]
         wait(0)
         await until(lambda: logged(f"decode {decode.url}: no request waits for its memory any more"))
         assert [record.levelname for record in caplog.records if "its memory" in record.getMessage()] == [

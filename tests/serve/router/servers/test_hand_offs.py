@@ -110,12 +110,10 @@ async def test_a_prompt_that_decode_computed_shows_in_the_record_and_in_metrics(
         it.decode[0].counted = counts % (12, 2) + 'vllm:pdtransfer_refusals_total{fact="dtype=bfloat16"} 2.0\n'
         warning = f"decode {it.decode[0].url}: 2 of its last 10 requests were computed there, since their KV was not"
         await until(lambda: any(warning in each.getMessage() for each in caplog.records))
-        async with it.http.get(it.url + "/health") as response:
-            prefill, decode = (await response.json())["servers"]
+        prefill, decode = json.loads((await it.get("/health"))[1])["servers"]
         assert decode["hand_offs"] == {"received": 12, "computed": 2, "kv_bytes": 0, "refusals": ["dtype=bfloat16"]}
         assert decode["differs"] == [f"dtype: {prefill['url']} has 'float32', {decode['url']} 'bfloat16'"]
         assert prefill["identity"]["facts"] == {"dtype": "float32"}
-        async with it.http.get(it.url + "/metrics") as response:
-            text = await response.text()
+        _, text = await it.get("/metrics")
         (line,) = [each for each in text.splitlines() if each.startswith("pdtransfer_server_hand_offs_computed_total{")]
         assert line.endswith(" 2.0")

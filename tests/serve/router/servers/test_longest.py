@@ -14,8 +14,7 @@ from tests.support.waiting import until
 
 
 async def published(site: ServerSite) -> int | None:
-    async with site.http.get(site.url + "/v1/models") as response:
-        (model,) = (await response.json())["data"]
+    (model,) = json.loads((await site.get("/v1/models"))[1])["data"]
     return model.get("max_model_len")
 
 

@@ -40,12 +40,6 @@ async def test_each_rank_gets_its_share_and_decode_the_identity_of_prefills(site
     assert site.backend.metrics.retries == 0
 
 
-@pytest.mark.given(ranks=1)
-async def test_a_server_of_one_rank_is_asked_without_the_header(site: ServerSite) -> None:
-    assert (await site.post())[0] == 200
-    assert not any("X-data-parallel-rank" in server.seen[0].headers for server in site.servers)
-
-
 async def test_the_rank_that_has_a_request_learns_that_it_was_given_up(site: ServerSite) -> None:
     await learn(site)
     prefill, decode = site.prefill[0], site.decode[0]

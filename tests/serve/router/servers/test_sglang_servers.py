@@ -143,10 +143,6 @@ async def test_a_client_that_leaves_has_both_servers_notified_by_the_name_that_t
     assert site.prefill[0].given_up == site.decode[0].given_up
 
 
-async def test_a_client_that_leaves_cancels_both(site: ServerSite) -> None:
-    await site.abandoned()
-
-
 async def test_other_paths_are_404_and_the_answer_names_sglangs(site: ServerSite) -> None:
     async with site.http.post(site.url + "/v1/embeddings", json={}) as response:
         assert response.status == 404

@@ -43,8 +43,8 @@ class Bus:
     another of its connections: its address may be another one. `gone` gets the kernel's evidence that a peer is gone,
     again and again while it stands, and None once it does not.
 
-    With keys a peer is met in a role that the allow-list gives its key, else not at all: the role in the Hello of one
-    that dials, the role in which this node dials it. A Welcome in another role reaches `receive` as a Reject.
+    With keys a peer is met in a role that the allow-list gives its key, else not at all. That is the role in the Hello
+    of one that dials, or in which this node dials it. A Welcome in another role reaches `receive` as a Reject.
 
     Counters for metrics: `sent`, `received` (passed to `receive`), `refused` (breaches and messages out of turn),
     `dropped` (failed sends, and messages of muted or closed connections), `strangers` (refused handshakes).
@@ -252,9 +252,9 @@ class Bus:
     def allow(self, allowed: AllowList) -> list[str]:
         """Replaces the allow-list; returns the names of the peers that lost access.
 
-        A peer that dialled this node loses access when its key is removed, renamed, or listed with other roles; one
-        that this node dialled, when its key may not have that role any more. Peers that are not connected are returned
-        too, since they may still hold grants. Connections of removed keys are closed, and their unread
+        A peer that dialled this node loses access when its key is removed, renamed, or listed with other roles. One
+        that this node dialled does when its key may not have that role any more. Peers that are not connected are
+        returned too, since they may still hold grants. Connections of removed keys are closed, and their unread
         messages are dropped. A connection without a Hello is closed at its first message.
         """
         assert self._zap is not None, "a bus without keys has no allow-list"

@@ -204,8 +204,8 @@ class Connections:
         return all(now - connection.last_message_at >= self._limits.stale_ms / 1e3 for connection in self.all_of(name))
 
     def _demote_others(self, connection: Connection, name: str, incarnation: int) -> None:
-        """A process has said this name on the connection: supersedes those of other processes with it; and, where its
-        own process has too many, the one that has been silent longest."""
+        """A process has said this name on the connection: supersedes those of other processes with it. Where its own
+        process has too many, also the one that has been silent longest."""
         connection.incarnation, same = incarnation, 1
         for elder in sorted(self.all_of(name), key=lambda other: -other.last_message_at):
             if elder is not connection:

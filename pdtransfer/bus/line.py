@@ -71,7 +71,7 @@ class SessionLine:
         self._push(OPENING)
 
     def send(self, frame: bytes) -> bool:
-        """True if the kernel has the frame, or its beginning; False where it is full, the frame too long, the peer has
+        """True if the kernel has the frame, or its beginning. False where it is full, the frame too long, the peer has
         not opened its direction, or reads nothing. A forked child may hold a line open that nobody reads."""
         if not self._open or self._unsent or self._closed or len(frame) > self._limits.line_bytes_max:
             return False

@@ -71,7 +71,7 @@ class PrefillNode:
         condemned: Callable[[], None] = lambda: None,
     ) -> None:
         """`handed_off` gets the time from each grant's Landed, which follows its last byte written or its room's finish
-        at once, to decode's acknowledgement: a round trip, which is measurable between any two hosts."""
+        at once, to decode's acknowledgement. That is a round trip, which is measurable between any two hosts."""
         self._on_event, self._others, self._spans, self._handed_off = on_event, others, spans, handed_off
         self._loop, self._clock = asyncio.get_running_loop(), LoopClock.among_peers(settings.limits.ping_ms)
         self.transport = PrefillTransports(
@@ -164,8 +164,8 @@ class PrefillNode:
                 self.transport.expect_rows(session.id, share.component, share.extents)
 
     def way_of(self, room: int) -> tuple[str, str]:
-        """The first decode rank that has granted for the room, by its node or the name of its key, and the transport
-        to it; empty where there is none."""
+        """The first decode rank that has granted for the room, by its node or the name of its key, and the transport to
+        it. Empty where there is none."""
         record = self.core.rooms.get(room)
         if record is None or not record.grants:
             return "", ""

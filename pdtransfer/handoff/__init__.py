@@ -58,14 +58,14 @@ more.
     RoomDrained(room)           for the engine, if it chose the slots: it may reuse them
     SessionLost, PeerRefused    for people
 
-A room waits for the names of its sources (where it named leaders only), then for a window slot at each of them, then in
-one queue for slots of the arena. A room that waits for a peer is in no other room's way. Admission leases all
+A room waits for the names of its sources (where it named leaders only), then for a window slot at each. At last it
+waits in one queue for slots of the arena. A room that waits for a peer is in no other room's way. Admission leases all
 components or none, growth included. A grant goes to each source, Landed comes from each. After the last one, and after
 Settle where that is due, the room is READY. `ready(bytes)` reports how much of the arena is backed: slots are leased
 only below that.
 
 A source that does not reach HBM gets several grants, one piece of the room after the other. The first has no rows, and
-lands once the engine there has some. Each further one waits in one line for slots of the staging buffer, takes a
+lands once the engine there has some. Each further one waits in one line for slots of the staging buffer. It takes a
 quarter of it at most, and keeps the window slot of the one before. A peer has half of the buffer at most. So a room
 holds none of it while it is not computed, and the line moves on, whatever each room's size.
 

@@ -166,8 +166,8 @@ class PrefixCache:
         return needed
 
     def keep(self, holding: Holding, keys: Sequence[bytes]) -> None:
-        """Shares the full blocks of a room's prompt, which has arrived and on which no lease is left; and at the room's
-        end those of its answer as well, by the keys of both.
+        """Shares the full blocks of a room's prompt, which has arrived and on which no lease is left. At the room's end
+        those of its answer as well, by the keys of both.
 
         A block that is cached already stays the room's own. Keys of more blocks than the room has slots for are left
         out.
@@ -247,8 +247,8 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Extents:
 
 
 def _without(kept: Extents, extents: Extents, *, before: int, shared: int, end: int) -> Extents:
-    """The extents that stay a room's own. Of `extents`, all of its slots, [before, end) become blocks: [before, shared)
-    are cached already and stay its own, as others did that stand first in `kept`, and all from `end` on."""
+    """The extents that stay a room's own. Of `extents`, all of its slots, [before, end) become blocks. [before, shared)
+    are cached already and stay its own, as others did that stand first in `kept`. So do all from `end` on."""
     total = int(extents[:, 1].sum())
     rest, twice = cut(extents, first=end, count=total - end), int(kept[:, 1].sum()) - (total - before)
     if not twice and before == shared:

@@ -91,7 +91,7 @@ def share_of(components: Sequence[Component], holds: Sequence[Holds], tp_rank: i
 
 
 def uncovered(components: Sequence[Component], shares: Mapping[str, Sequence[Component]]) -> str:
-    """Empty if the shares, by source, hold every plane of `components` exactly once; else a line that names the
+    """Empty if the shares, by source, hold every plane of `components` exactly once. Else a line that names the
     component, what no source or several sources send, and those sources."""
     for component in components:
         layouts = {

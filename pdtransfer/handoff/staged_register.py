@@ -24,8 +24,8 @@ def staging_of(components: Sequence[Component], landing: Sequence[Component]) ->
 def landing_of(register: Register) -> tuple[Component, ...]:
     """The components as a writer that does not reach HBM writes them.
 
-    Raises RemoteProtocolError that names the field for entries that are not one for each HBM component, and for one
-    that is no layout of its component within the arena.
+    Raises RemoteProtocolError that names the field, unless there is one entry for each HBM component, each a layout of
+    its component within the arena.
     """
     in_hbm = [component for component in register.components if component.memory == "hbm"]
     if not register.staging:

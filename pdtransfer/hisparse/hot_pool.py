@@ -119,9 +119,9 @@ class HotPool:
         """Assigns the free `row` to a request of `tokens` tokens.
 
         `host_slots` int64 (n,) are its slots for as many tokens as it may ever have. `device_slots` int64 (places + 1,)
-        are its places, and last the slot for tokens without a place: `hot` places, or fewer for a request that never
-        has more tokens. If the tokens fit the buffer, one launch loads them all, with position p in place p; otherwise
-        nothing is loaded. Raises LocalProtocolError without any effect.
+        are its places, and last the slot for tokens without a place. There are `hot` places, or fewer for a request
+        that never has more tokens. If the tokens fit the buffer, one launch loads them all, with position p in place p;
+        otherwise nothing is loaded. Raises LocalProtocolError without any effect.
         """
         host_slots, device_slots = np.asarray(host_slots, np.int64), np.asarray(device_slots, np.int64)
         self._check_start(row, host_slots, tokens, device_slots)

@@ -22,7 +22,7 @@ _NEWEST_THREADS = 128
 
 class HotTables:
     """int32 arrays of numpy, or tensors on a GPU: `hot_slots` (rows, hot), `host_slots` (rows, tokens_max) and
-    `own_slots` (rows,) for all groups; `held` and `order` (groups, rows, hot) for each group. A free row is -1
+    `own_slots` (rows,) for all groups. `held` and `order` (groups, rows, hot) are for each group. A free row is -1
     everywhere.
 
     Rows are written in the stream's order from pinned memory of their own. `begin` waits only if the row's previous
@@ -111,8 +111,8 @@ class HotTables:
     ) -> None:
         """Assigns `row` to a request, or frees it if `host_count` is 0, which keeps `held` and `refused`.
 
-        `source` holds `host_count` arena slots and `places` device slots, int32: a numpy array, or the device address
-        of host memory that must not change until the launch has ended. With `direct`, position p is in place p;
+        `source` holds `host_count` arena slots and `places` device slots, int32. It is a numpy array, or the device
+        address of host memory that must not change until the launch has ended. With `direct`, position p is in place p;
         otherwise the buffer is empty.
         """
         if self._gpu is None:

@@ -55,9 +55,9 @@ def kv_copy(
     (a CUstream's address) and returns. `progress` reports its end, `cancel` (a PinnedCancel) stops it early, and
     `blocks` limits the multiprocessors it uses. Between pools of this process it returns when the copy is done.
 
-    Raises LayoutMismatchError if the pools do not pair; LocalProtocolError for slots that are out of range, repeated or
-    too few, as far as the CPU knows them; WorldError if the driver refuses. The kernel skips slots that are out of
-    range and counts them in `progress`.
+    Raises LayoutMismatchError if the pools do not pair, LocalProtocolError for slots that are out of range, repeated or
+    too few, as far as the CPU knows them. Raises WorldError if the driver refuses. The kernel skips slots that are out
+    of range and counts them in `progress`.
     """
     copy = check_copy(target, source, target_slots, source_slots, count)
     prepare(copy, count, progress=progress, cancel=cancel, blocks=blocks, stream=stream)()
@@ -129,8 +129,8 @@ def pairing_of(source: Layout, target: Layout) -> Pairing:
 def by_pages(copy: CheckedCopy) -> tuple[CheckedCopy, CheckedCopy | None] | None:
     """Splits a copy with narrow rows into whole pages, as page indices, and the rows that are left over, if any.
 
-    Returns None unless the CPU knows all slots, a plane's rows are below NARROW_BYTES, every page is contiguous in
-    every plane of both sides, and all rows between the first and the last page border lie in whole pages of both.
+    Returns None unless the CPU knows all slots and a plane's rows are below NARROW_BYTES. Every page must be contiguous
+    in all planes of both sides. All rows between the first and the last page border must lie in whole pages of both.
     """
     pairing, sides = copy.pairing, (copy.target_side, copy.source_side)
     size = max(pairing.source_page_size, pairing.target_page_size)

@@ -45,7 +45,7 @@ def push(
     Backends: `kernel` is kv_copy's launch, by whole pages where a plane's rows are narrow. `direct` uses the copy
     engine, one transfer for each run that is contiguous on both sides. `strided` uses the copy engine, one transfer for
     each plane and run of slots; it is slower but needs no multiprocessor. `ring` gathers rows into a ring in the GPU's
-    memory in the order of the host's side, and the copy engine drains it in long runs (a fetch does the reverse). Rows
+    memory in the order of the host's side. The copy engine drains it in long runs; a fetch does the reverse. Rows
     outside long runs go by kv_copy. `auto` uses `choose`. `spare` is `strided` if its transfers are long, else `auto`.
     Raises LocalProtocolError, with the reason, if a backend cannot carry the rows.
     """

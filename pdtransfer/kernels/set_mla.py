@@ -33,7 +33,7 @@ def set_mla_kv_buffer(
     """Sets buffer[loc[i]] to the concatenation of nope[i] and rope[i] for each i; any element width works.
 
     Torch tensors of one device: `buffer` (slots, ..., row), `nope` and `rope` (n, ..., part) with contiguous rows and
-    any row stride; `loc` int32 or int64 (n,), contiguous and distinct. Rows whose loc is `skip_index` or outside the
+    any row stride. `loc` is int32 or int64 (n,), contiguous and distinct. Rows whose loc is `skip_index` or outside the
     buffer are skipped. On a GPU this queues one launch on `stream`, by default torch's current one, and a graph may
     capture it; below sm_90 it uses Triton. Raises LocalProtocolError for shapes or dtypes that do not match.
     """

@@ -29,8 +29,8 @@ _STRIPE = 32
 class Lines:
     """Where some heads of a component lie, and the seeds of their hashes.
 
-    `table` is read-only int64 (n, 6), ascending by base: base, page_stride, row_stride, heads, bytes of a head, and the
-    index in `seeds`, uint64 (heads,), at which those of its heads begin. Where page_size is 1, the strides are equal.
+    `table` is read-only int64 (n, 6), ascending by base: base, page_stride, row_stride, heads, bytes of a head, and an
+    index in `seeds`, uint64 (heads,). There those of its heads begin. Where page_size is 1, the strides are equal.
     """
 
     table: Int64s

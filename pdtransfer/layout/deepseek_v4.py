@@ -47,12 +47,12 @@ def deepseek_v4(
     index_memory: Literal["dram", "hbm"] = "dram",
     base: int = 0,
 ) -> tuple[Component, ...]:
-    """The components of a DeepSeek V4, one behind the other from `base` on, but for those that no layer here has; an
+    """The components of a DeepSeek V4, one behind the other from `base` on, but for those that no layer here has. An
     index in HBM is from 0 on, in a memory of its own.
 
     `ratios` has what each layer from `first_layer` on keeps beside its window: a row for 4 tokens or for 128, or (0)
-    nothing. c4 and c128 are these rows, of `tokens` tokens in all; window is the last `window_tokens` tokens of each of
-    `requests` requests; c4_state, index_state and c128_state are what is not yet a whole row, one row a request; index
+    nothing. c4 and c128 are these rows, of `tokens` tokens in all. window is the last `window_tokens` tokens of each of
+    `requests` requests. c4_state, index_state and c128_state are what is not yet a whole row, one row a request. index
     is the index keys of c4's rows, in `index_memory`. A prompt's last row counts also where its tokens are too few; row
     0 of a window is the first of the tokens that are in it.
 

@@ -86,11 +86,11 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
 
         address(plane, slot) = base + (slot // page_size) * page_stride + (slot % page_size) * row_stride
 
-    Raises ValueError, which msgspec.convert turns into its ValidationError, naming the field and both values, unless:
-    page_size is a power of two and divides slots; every field is within its bounds, also when made directly; every
-    plane's dtype is known and its row a whole number of elements a head; no (kind, layer, head) is there twice; all
-    bytes lie below 2**62; a plane's rows follow one another within a page and its pages within the pool; and no row
-    of any plane overlaps another, by a sufficient test: planes that interleave share the stride at which they do.
+    Raises ValueError, which msgspec.convert turns into its ValidationError, naming the field and both values, unless
+    all hold: page_size is a power of two and divides slots. Each field is within its bounds, if made directly too.
+    Every plane's dtype is known and its row a whole number of elements a head. No (kind, layer, head) is there twice.
+    All bytes lie below 2**62. A plane's rows follow one another within a page and its pages within the pool. No row of
+    any plane overlaps another, by a sufficient test: planes that interleave share that stride.
     """
 
     planes: Annotated[tuple[Plane, ...], Meta(min_length=1, max_length=PLANES_MAX)]

@@ -22,9 +22,9 @@ class Pairing:
     target_base, target_page_stride, target_row_stride, bytes of a row. `layers` is each row's layer, int64 (n,). A
     row of either side lies at base + (slot // page_size) * page_stride + (slot % page_size) * row_stride.
 
-    A side whose slots lie at one stride in every plane (page size 1, one page, or pages without a gap) has page_size 1
-    here and page_stride == row_stride, whatever its layout's. So n consecutive slots that cross no page of a side are
-    n rows at its row_stride, and a side of page_size 1 has no page to cross.
+    Slots of a side may lie at one stride in every plane: page size 1, one page, or pages without a gap. Such a side has
+    page_size 1 here and page_stride == row_stride, whatever its layout's. So n consecutive slots that cross no page of
+    a side are n rows at its row_stride, and a side of page_size 1 has no page to cross.
     """
 
     table: Int64s

@@ -20,8 +20,8 @@ class Plan:
     """Rows to copy: `runs` of slots, times the planes of `pairing`.
 
     `runs` is read-only int64 (n, 3): source_start, target_start, count. Both sides advance slot by slot and cross no
-    page of their side in `pairing`, so that a run is, in every plane and on either side, `count` rows of the plane's
-    bytes from address(start) on, row_stride apart.
+    page of their side in `pairing`. So a run is, in every plane and on either side, `count` rows of the plane's bytes
+    from address(start) on, row_stride apart.
     """
 
     pairing: Pairing

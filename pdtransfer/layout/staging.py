@@ -36,7 +36,7 @@ def packed(layout: Layout, *, slots: int, base: int) -> tuple[Layout, int]:
 
 
 def staged(components: Sequence[Component], *, base: int, byte_count: int) -> tuple[Component, ...]:
-    """The components of a node as writers that do not reach its GPU see them: those in HBM are in the bytes [base, base
+    """The components of a node as writers that do not reach its GPU see them. Those in HBM are in the bytes [base, base
     + byte_count) of the arena.
 
     Raises LocalProtocolError, with the bytes that are needed, for a buffer that does not hold a page of each, and the

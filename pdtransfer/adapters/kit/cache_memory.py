@@ -108,9 +108,9 @@ class CacheMemory:
 
     @contextmanager
     def pooled_beside(self, device: torch.device, byte_count: int, *, host_buffer_gib: float) -> Generator[None]:
-        """A context in which the engine allocates its cache on a card in one allocation, and one tensor of `byte_count`
-        bytes on the CPU `beside` it, which it registers with the card itself. It is backed at the end: the engine may
-        look first whether there is memory for it. Raises as `beside`."""
+        """A context in which the engine allocates its cache on a card in one allocation. One tensor of `byte_count`
+        bytes is on the CPU `beside` it, which it registers with the card itself. It is backed at the end: the engine
+        may look first whether there is memory for it. Raises as `beside`."""
         on_card, extent = self.pooled_on(device), self.pooled_extent
         assert extent is not None
         host = self.beside(extent, byte_count, host_buffer_gib=host_buffer_gib, registered_by_engine=True)
@@ -194,8 +194,8 @@ class CacheMemory:
 def _arena(
     extent: Extent, host_buffer_gib: float, *, beside: int = 0, name: str, registered_by_engine: bool = False
 ) -> ArenaMemory:
-    """An arena of `beside` bytes that are backed, and behind them the staging buffer for rows of the cache in `extent`:
-    backed only where no other process can write that."""
+    """An arena of `beside` bytes that are backed, and behind them the staging buffer for rows of the cache in `extent`.
+    That is backed only where no other process can write the cache."""
     handle, byte_count = b"" if extent.device is None else exported(extent, extent.device), extent.end - extent.first
     arena = ArenaMemory.create(beside, name=name, staging_bytes=staging_bytes(host_buffer_gib, byte_count))
     arena.hbm = Hbm(

@@ -1,4 +1,4 @@
-"""How hand-offs end: a warning where they fail one after the other, and how long an engine stands still until nothing
+"""How hand-offs end: a warning where they fail one after the other. And how long an engine stands still until nothing
 reads the pages that it is about to reuse."""
 
 from __future__ import annotations

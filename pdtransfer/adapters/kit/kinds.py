@@ -1,5 +1,5 @@
 """What the layers of an engine keep of a request, and how its ranks share it: heads of KV, of which a drafter may have
-other ones than its model, and states in parts that they share out as heads."""
+others. States are in parts that they share out as heads."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class CacheKind:
     """What a component of a cache keeps of a request: a row for each token, for each page, or one in all.
 
     `tail` is the row in which a prompt ends: `exact`, it ends with the prompt; `whole`, it has what lies behind the
-    prompt as well; `filled`, decode asks for all tokens of its last page, and prefill repeats its own last row for
-    them; `open`, of a stripe of the pages, another rank may have it. `holder`: the ranks have `heads` or `shares` of
-    it, or `every` rank has all; or a rank has its `own`, which is of no use to a rank of another number.
+    prompt as well. `filled`: decode asks for all tokens of its last page, and prefill repeats its own last row for
+    them. `open`, of a stripe of the pages: another rank may have it. `holder`: the ranks have `heads` or `shares` of
+    it, or `every` rank has all. Or a rank has its `own`, which is of no use to a rank of another number.
     """
 
     row: Literal["token", "page", "request"]

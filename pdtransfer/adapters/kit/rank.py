@@ -74,7 +74,7 @@ class Rank:
         return client
 
     def announced(self, endpoint: str, target: Target | None, pages: str) -> tuple[dict[str, Any], str]:
-        """What peers compare of it, and its first line: it listens on `endpoint`, if that is not empty, and KV lands in
+        """What peers compare of it, and its first line. It listens on `endpoint`, if that is not empty. KV lands in
         `target`, with the engine's name of its `pages`."""
         role, both = "prefill" if endpoint else "decode", bool(endpoint) and target is not None
         identity = self.node(role).identity(role)

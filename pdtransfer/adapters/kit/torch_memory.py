@@ -22,7 +22,7 @@ class PooledTensors(TorchFunctionMode):
     """While entered, what torch.zeros and torch.empty make on the device of `backing` lies in `backing`, but for tables
     of integers.
 
-    `backing` is uint8 (byte_count,), all zero. `wanted` is asked with the size of each tensor in bytes; a tensor that
+    `backing` is uint8 (byte_count,), all zero. `wanted` is asked with the size of each tensor in bytes. A tensor that
     it does not want, or that does not fit any more, is allocated as without the mode. `backing` must live as long as
     the tensors do. Nothing of it is used twice. An empty one measures: `sizes` are those that were asked for.
     """

@@ -70,7 +70,7 @@ def check_version(
     adapter: str, package: str, engine: str, versions: tuple[Version, ...], *, all_between: bool = False
 ) -> None:
     """Raises ImportError, with the found and the supported versions, for an engine that is older or newer than all
-    `versions`, or that cannot be imported; warns of one between them that is not among them, unless `all_between` are
+    `versions`, or that cannot be imported. Warns of one between them that is not among them, unless `all_between` are
     supported. Of a version only as many numbers count as theirs have."""
     names = [".".join(map(str, version)) for version in versions]
     supported = f"supported are {(' to ' if all_between else ', ').join(names)}"

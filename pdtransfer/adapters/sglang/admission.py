@@ -86,7 +86,7 @@ def exceeds_capacity(original: Any, queue: Any, req: Any) -> bool:
 
 def pop_admitted(original: Any, queue: Any, *given: Any, **named: Any) -> Any:
     """What is admitted now. Where the first request does not fit and none was admitted, which SGLang counts within one
-    call alone, those behind it that fit pass it, as many of them on each rank: nothing here depends on a clock."""
+    call alone, those behind it that fit pass it. They are as many on each rank: nothing here depends on a clock."""
     original = partial(_pop_with_hisparse, original) if queue.scheduler.enable_hisparse else original
     admitted, failed = original(queue, *given, **named)
     first, *behind = waiting(queue) or [None]
@@ -105,7 +105,7 @@ def pop_admitted(original: Any, queue: Any, *given: Any, **named: Any) -> Any:
 
 
 def _pop_with_hisparse(original: Any, queue: Any, *given: Any, **named: Any) -> Any:
-    """What SGLang admits. Where some KV stays on the device it passes the device's pages beside the host's, and checks
+    """What SGLang admits. Where some KV stays on the device it passes the device's pages beside the host's. It checks
     by its name that the backend takes both: its own Mooncake backend, or this one. The call has no other use of it."""
     ours = queue.transfer_backend
     try:

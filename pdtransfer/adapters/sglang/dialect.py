@@ -130,8 +130,8 @@ def known_to(info: Any, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class _OlderManager(common.CommonKVManager):
-    """The states of requests. Before 0.5.20 a later state replaces Failed, and makes a request again that was cleared:
-    prefill would wait without end for one that failed while its last pages were computed."""
+    """The states of requests. Before 0.5.20 a later state replaces Failed, and makes a request again that was cleared.
+    Prefill would wait without end for one that failed while its last pages were computed."""
 
     def update_status(self, bootstrap_room: int, status: Any) -> None:
         state = self.request_status.get(bootstrap_room)
@@ -224,7 +224,7 @@ KVReceiver: Any = common.CommonKVReceiver if "complete" in HAS else _OlderReceiv
 
 
 def _poll_transfers(original: Any, queue: Any) -> list[int]:
-    """The states of decode's requests. A version that frees the pages of a failed one at once, or rank by rank, learns
+    """The states of decode's requests. A version may free the pages of a failed one at once, or rank by rank. It learns
     of the failure when nobody can write its pages at any rank."""
     states = original(queue)
     failed = [
@@ -246,7 +246,7 @@ def _poll_transfers(original: Any, queue: Any) -> list[int]:
 
 
 def _pop_transferred(original: Any, queue: Any, *given: Any, **named: Any) -> Any:
-    """What has landed. A failed request of the host pool, whose release 0.5.21 and 0.5.22 defer in any case, is
+    """What has landed. 0.5.21 and 0.5.22 defer the release of a failed request of the host pool in any case. It is
     released before the cache can be flushed: nobody writes its pages any more, or it would not have failed."""
     ours = any(isinstance(request.kv_receiver, KVReceiver) for request in queue.queue)
     popped = original(queue, *given, **named)

@@ -168,8 +168,8 @@ def _init_transfer_queue(original: Any, queue: Any, *args: Any, **named: Any) ->
 
 @_where_ours
 def _pop_bootstrapped(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """With pipeline stages SGLang looks up the states of requests that wait for decode, without a call for any of them:
-    what has become of them is learnt here, on each stage."""
+    """With pipeline stages SGLang looks up the states of requests that wait for decode, without a call for any of them.
+    What has become of them is learnt here, on each stage."""
     queue.kv_manager.turn()
     return original(queue, *args, **named)
 

@@ -34,7 +34,7 @@ def speculation(server_args: Any, config_of: Callable[[str, str | None], Mapping
 
 
 def check_drafter(server_args: Any, *, on_host: bool) -> None:
-    """Raises ConfigError for a drafter's KV in the host pool that requests land in (`on_host`): peers can write to one
+    """Raises ConfigError for a drafter's KV in the host pool that requests land in (`on_host`). Peers can write to one
     host pool, and SGLang makes the drafter's apart from the model's."""
     if on_host and server_args.disaggregation_mode == "decode" and (drafter := drafter_with_kv(server_args)):
         raise ConfigError(
@@ -50,8 +50,8 @@ ELSEWHERE = "it failed at another rank of its decode engine"
 
 
 def check_options(server_args: Any) -> None:
-    """Raises ConfigError for what loads a request at one stage of a decode engine when the others do not know it, and
-    for a prefill engine whose requests have pages that its cache on the device has not."""
+    """Raises ConfigError for what loads a request at one stage of a decode engine when the others do not know it.
+    Raises it for a prefill engine whose requests have pages that its cache on the device has not."""
     if server_args.disaggregation_mode == "prefill":
         if server_args.enable_hisparse:
             raise ConfigError("enable_hisparse: prefill cannot hand over from its host pool: use it on decode alone")
@@ -62,8 +62,8 @@ def check_options(server_args: Any) -> None:
 
 
 def ended_here(requests: Iterable[tuple[str, bool, bool, str]]) -> Ended:
-    """Of the requests of one stage: by its id, whether each has ended at all ranks of the stage, whether it has failed
-    at one of them, and why at this one, where it is known."""
+    """Of the requests of one stage, by id: True if it has ended at all ranks of the stage, True if it has failed at
+    one. And why at this one, where it is known."""
     return {rid: (reason or ELSEWHERE) if failed else "" for rid, ended, failed, reason in requests if ended}
 
 

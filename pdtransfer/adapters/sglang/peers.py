@@ -1,7 +1,7 @@
 """What requests name: their room, and a bootstrap server that answers about a prefill server. All of it is hostile
 until it is checked: a wrong value fails only its own requests.
 
-Each of a bootstrap server's three answers is decoded into one of the structs here before SGLang reads it, so that its
+Each of a bootstrap server's three answers is decoded into one of the structs here before SGLang reads it. So its
 schedulers get the types that they expect.
 """
 

@@ -1,12 +1,12 @@
 """SGLang's KV cache as components, by the buffers that it describes to its transfer backends.
 
-The KV cache is a buffer for each layer and kind, of a row for each token: pages need not be of one size on both sides,
+The KV cache is a buffer for each layer and kind, of a row for each token. Pages need not be of one size on both sides,
 and heads split. A head of a plane is one number of a model's head, so that peers may keep the numbers apart. A state
 (SGLang's word for whatever else a layer keeps) is a component of its own. Its rows are tokens, where they are KV of a
 sliding window; or SGLang's own items, one for a page or one for a request. Linear attention's divide (states.py).
 
-DeepSeek V4's KV cache is compressed: a layer keeps a row for 4 tokens, with an index of such rows, or a row for 128,
-and beside either the tokens that wait for their row. SGLang lists its buffers by these kinds. A page of them holds
+DeepSeek V4's KV cache is compressed. A layer keeps a row for 4 tokens, with an index of such rows, or a row for 128.
+Beside either it keeps the tokens that wait for their row. SGLang lists its buffers by these kinds. A page of them holds
 values apart from scales, and is padded. So an item is a whole page. The last one is transferred whole, however few of
 its tokens the request has. Decode's HiSparse has C4's rows in host memory, in pages of their own, and the rest on the
 device: so they are two components.
@@ -70,7 +70,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class HeadCounts:
-    """What a model's configuration has about its KV: one latent a token, or heads, those of sliding windows too; and
+    """What a model's configuration has about its KV: one latent a token, or heads, those of sliding windows too. And
     that of its drafter, whose layers may have others."""
 
     latent: bool
@@ -171,7 +171,7 @@ class KVPools:
     def items(
         self, buffers: Buffers, kinds: Sequence[Named], rank: int, of_items: Sequence[Sequence[StatePart]] | None = None
     ) -> list[Plane]:
-        """Those of whole items that only SGLang understands, one a buffer; or one for each part of an item, with the
+        """Those of whole items that only SGLang understands, one a buffer. Or one for each part of an item, with the
         shares of the rank of this number as heads."""
         planes: list[Plane] = []
         of_buffers = zip(buffers.addresses, buffers.item_bytes, kinds, strict=True)
@@ -306,7 +306,7 @@ def _check(args: Any) -> None:
 
 
 def has_rows_of_pages(args: Any) -> bool:
-    """True if a row of the KV cache is a whole page: DeepSeek V4's, and MiniMax's in NVFP4, of which SGLang lists one
+    """True if a row of the KV cache is a whole page: DeepSeek V4's, and MiniMax's in NVFP4. Of these SGLang lists one
     buffer a layer, not K and V."""
     layers = list(getattr(args, "kv_layer_ids", None) or ())[: len(args.kv_data_ptrs) - _draft_count(args)]
     has_one_each = 0 < len(layers) == len(set(layers))

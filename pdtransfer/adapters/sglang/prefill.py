@@ -174,7 +174,7 @@ class SendingSide:
     def _push(
         self, sent: Sent, part: CachePart, first: int, slots: NDArray[np.int64], after: Event | None, *, last: bool
     ) -> None:
-        """Offers the rows from `first` on. The two sides' pages may end at other tokens: rows that only decode's pages
+        """Offers the rows from `first` on. The two sides' pages may end at other tokens. Rows that only decode's pages
         have are filled with a copy of the row beside them, and nobody reads them."""
         rows, is_filled = part.kind.rows(sent.tokens), part.kind.tail == "filled"
         slots = slots[max(0, -first) : max(0, rows - first)]

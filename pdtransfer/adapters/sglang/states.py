@@ -3,8 +3,8 @@
 Each buffer has an item a request. Ranks share one axis of an item out: heads, or the channels of a convolution, whose
 sections are shared out apart. SGLang's KVArgs name the axis of each buffer. They name the sections of some models;
 those of others follow from the model's configuration. So an item is parts of as many equal shares as all items can be
-cut into, and engines of other sizes take these as they take heads of KV. What is not known in this detail is one share
-for each rank, and a peer must have as many ranks.
+cut into. Engines of other sizes take these as they take heads of KV. What is not known in this detail is one share for
+each rank, and a peer must have as many ranks.
 
 A pipeline stage may have no such layer. Then it has no component of them, and what peers compare is that of the others.
 """

@@ -240,9 +240,9 @@ def rows_of(
 ) -> tuple[str, dict[str, Kinds] | None]:
     """What is transferred where the settings want "auto", "blocks" or "tokens", and where the tokens of each layer are.
 
-    "auto" becomes "blocks" on GPUs, with several groups, a window or decode context parallelism, and where it is not
-    known how blocks hold tokens, or `described_as` refuses these `kinds`, or they are too many planes: those of the
-    whole model and its drafter, so that its ranks decide alike whatever their number and their layers.
+    "auto" becomes "blocks" on GPUs, with several groups, a window or decode context parallelism. So it does where it is
+    not known how blocks hold tokens, or `described_as` refuses these `kinds`, or they are too many planes. Those of the
+    whole model and its drafter count, so that its ranks decide alike whatever their number and their layers.
     """
     striped = any(group.stripes > 1 for group, _ in groups)
     if wanted == "tokens":

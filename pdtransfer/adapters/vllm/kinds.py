@@ -1,10 +1,10 @@
 """What vLLM's caches hold: `KINDS`, states, tokens in turn (context parallelism), HiSparse's host pool. No vLLM.
 
 States: linear attention, Mamba, gated delta nets and convolutions keep no KV. vLLM packs a layer's states into one
-page: first what a convolution still needs of the last tokens, channel by channel or token by token, then the recurrent
-states, head by head. Tensor parallel ranks share heads and channels out, those of each section of a convolution apart.
-So a page is planes of as many equal shares as all of its parts can be cut into. Engines of other sizes take these as
-they take heads of KV. What is not known in this detail is one share for each rank, and a peer must have as many ranks.
+page. First what a convolution still needs of the last tokens, by channel or by token. Then the recurrent states, head
+by head. Tensor parallel ranks share heads and channels out, those of each section of a convolution apart. So a page is
+planes of as many equal shares as all of its parts can be cut into. Engines of other sizes take these as they take heads
+of KV. What is not known in this detail is one share for each rank, and a peer must have as many ranks.
 
 An engine that drafts has room in a convolution for one more token for each that it drafts. Behind a prompt only the
 first tokens are in use, so engines that draft unequal numbers of tokens exchange these, where tokens lie apart.

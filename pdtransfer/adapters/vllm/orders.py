@@ -4,10 +4,10 @@ Orders count in blocks of a KV cache group. A row of a room is a whole block: it
 the group a block. Where engines of other kinds or block sizes are peers, it is a token.
 
 Layers of linear attention and of convolutions (Mamba, gated delta nets) keep a state of the tokens so far, which each
-step overwrites. vLLM has it in a block as well: the only one of the request, or with prefix caching the one at the last
+step overwrites. vLLM has it in a block as well. The only one of the request, or with prefix caching the one at the last
 computed token's place in the table. A room has one row of such a group, that block, once its tokens are computed.
 
-With decode context parallelism the blocks of a prompt go to the ranks in turn: block number i is rank i % size's, where
+With decode context parallelism the blocks of a prompt go to the ranks in turn. Block number i is rank i % size's, where
 it is the block of the table's entry i // size. Orders number the blocks of all ranks, and name each by that entry.
 """
 

@@ -131,7 +131,7 @@ def own_label(engine_id: str, request_id: str) -> str:
 
 
 def shared_id(request_id: str) -> str | None:
-    """The id that another engine gives to a request with the same X-Request-Id; None unless that has a UUID, since
+    """The id that another engine gives to a request with the same X-Request-Id. None unless that has a UUID, since
     another id may come again, as after a restart."""
     without_suffix = _ENGINES_OWN.sub("", request_id)
     return without_suffix if _UUID.search(without_suffix) else None

@@ -9,7 +9,7 @@ A cache may be described by both. Its tokens then stand in for its blocks, with 
 
 The states of linear attention and of convolutions are one row a request (kinds.py).
 
-With decode context parallelism a group's blocks are shared out among several components, its stripes: component i of n
+With decode context parallelism a group's blocks are shared out among several components, its stripes. Component i of n
 has blocks i, i + n, i + 2 n and so on. Its rows are n blocks apart, and have the tokens of one block. All engines of a
 fleet have equally many stripes, as many as the largest of them has such ranks. Each rank has those of its own blocks.
 """

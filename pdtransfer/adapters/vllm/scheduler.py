@@ -287,8 +287,8 @@ class SchedulerSide:
 
     def _transferred_tokens(self, request: VLLMRequest) -> int:
         """Tokens of a request's room: the prompt's. With states, all but the last one: decode computes that one from
-        the state before it. No state is transferred of a prompt that decode computes whole, nor of the shortest ones:
-        some of vLLM's kernels compute a prompt of one token, as prefill would, from whatever state is in its block."""
+        the state before it. No state is transferred of a prompt that decode computes whole, nor of the shortest ones.
+        Some of vLLM's kernels compute a prompt of one token, as prefill would, from whatever state is in its block."""
         tokens = request.num_prompt_tokens
         return tokens - 1 if self._has_states and tokens > 2 and not request.skip_reading_prefix_cache else tokens
 
@@ -370,7 +370,7 @@ class SchedulerSide:
             self.block_pool.touch(kept)
 
     def _loses_blocks(self, tokens: int) -> bool:
-        """True if the token behind a prompt of this many does not see a block that its last one sees: vLLM frees that
+        """True if the token behind a prompt of this many does not see a block that its last one sees. vLLM frees that
         as the request ends, and decode needs it, as it computes the last token."""
         return any(group.kind.needed_from(tokens - 1) < group.kind.needed_from(tokens) for group in self._groups)
 

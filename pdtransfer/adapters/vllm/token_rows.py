@@ -1,7 +1,7 @@
 """vLLM's KV cache by tokens: where the numbers of each token lie in the blocks, as vLLM's own code writes them.
 
 Another engine cannot read these blocks, and the same engine cannot read blocks of another size. Every engine can read
-tokens. So vLLM writes a token with known numbers into a block that no request ever gets, and this module looks for them
+tokens. So vLLM writes a token with known numbers into a block that no request ever gets. This module looks for them
 where an attention backend may put them. What is not found cannot be transferred by tokens.
 
 A head of a plane is one number of a model's head here. So keys that lie number by number in a block, as vLLM keeps them
@@ -53,7 +53,7 @@ def kinds_of(name: str, layer: Any, view: torch.Tensor) -> Kinds:
 
 def planes_of(kinds: Kinds, layers: KVLayers) -> int:
     """The planes of layers that keep their tokens as `kinds` does: one a kind and head, or a number of a head where
-    these lie apart; a latent has one head."""
+    these lie apart. A latent has one head."""
     return layers.count * sum(
         1 if kind == "latent" else layers.heads * (1 if view.stride(3) == 1 else layers.size)
         for kind, view in kinds.items()

@@ -110,9 +110,9 @@ def chosen_rows(
     """The slots that an engine chose, checked: for each component integers (rows,), one a row of the room.
 
     The first rows of a component are not sent where their slots are -1, nor those of the `prefix`, whatever their
-    slots; nor the last ones of the components named in `open_ended` whose slots are -1. Raises LocalProtocolError that
-    names the component for a missing one, an unknown one, a wrong number of slots, and slots that are repeated or
-    outside the pool, as any other -1 is.
+    slots. Nor are the last ones of the components named in `open_ended` whose slots are -1. Raises LocalProtocolError
+    that names the component for a missing or unknown one, and a wrong number of slots. So it does for slots that are
+    repeated or outside the pool, as any other -1 is.
     """
     used = leased(components, enable_hisparse=enable_hisparse)
     names = {component.name for component in components}

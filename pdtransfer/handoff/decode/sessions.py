@@ -416,7 +416,7 @@ class DecodeSessions:
 
     def _withdraw(self, now: float) -> None:
         """Informs sources of the rooms that were given up before their Grant: by Abort, in window slots that no room
-        waits for, or where there can be no session, by Hello."""
+        waits for. Where there can be no session, by Hello."""
         for name in self.withdrawals.rooms.peers:
             peer = self.prefill_peers.peers.get(name)
             if peer is not None and peer.refusal is not None and peer.session is None and self.withdrawals.is_new(name):

@@ -1,5 +1,5 @@
-"""What waits at a peer, oldest first: rooms whose leader has not named its ranks, rooms without a slot in the window of
-each of their sources, and rooms that were given up, which their sources have to learn.
+"""What waits at a peer, oldest first: rooms whose leader has not named its ranks, and rooms without a window slot at a
+source. And rooms that were given up, which their sources have to learn.
 
 A room is in one line of each peer that it waits for. It enters the lines of all its sources at once, when it knows
 them. So every rank serves the oldest room first, and no two rooms wait for each other's window slots.

@@ -149,7 +149,7 @@ class Computed:
     given.
 
     `pages` holds the page indices of rows [0, rows[1]) in order. Row r of the room is in slot pages[at // page_size] *
-    page_size + at % page_size, where `at` is skip + r, since a sliding window may begin inside a page. Row 0 of a
+    page_size + at % page_size. There `at` is skip + r, since a sliding window may begin inside a page. Row 0 of a
     window is the first of the prompt's last tokens.
     """
 

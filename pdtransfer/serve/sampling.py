@@ -162,8 +162,8 @@ def adjusted(
 
 def draw(logits: NDArray[np.float32], sampling: Sampling, index: int) -> int:
     """The id that a room generates at `index`: the first highest logit at temperature 0, else a draw by (seed, index in
-    the request) from the tokens that min_p, then top_k, then top_p leave. Of equally likely tokens the lower id comes
-    first."""
+    the request). It is from the tokens that min_p, then top_k, then top_p leave. Of equally likely tokens the lower id
+    comes first."""
     highest = float(logits.max())
     if sampling.temperature == 0.0 or not isfinite(highest):  # of NaN and infinities there are no shares
         return int(logits.argmax())
@@ -190,7 +190,7 @@ def draw(logits: NDArray[np.float32], sampling: Sampling, index: int) -> int:
 
 
 def logprobs_of(logits: NDArray[np.float32], chosen: int, top: int) -> Logprobs:
-    """The logprob of `chosen` and of the `top` likeliest ids, of the logits as the model gave them: at least
+    """The logprob of `chosen` and of the `top` likeliest ids, of the logits as the model gave them. At least
     LOGPROB_MIN, also of ids that the model excludes and of what is not a number."""
     wide = np.nan_to_num(logits.astype(np.float64), nan=-np.inf, posinf=_LOGIT_MAX, neginf=-np.inf)
     highest = max(float(wide.max()), -_LOGIT_MAX)

@@ -88,8 +88,8 @@ class GpuLauncher:
 
     def wait(self, slot: int | None, gates: Sequence[ReadyGate], until_ns: int) -> bool:
         """Sleeps until launch `slot` has ended, and returns True. Returns False before that when one of `gates`, which
-        wait for CUDA events, has come further, when `wake` was called since the last time, or at `until_ns` by
-        CLOCK_MONOTONIC. Raises WorldError where the GPU cannot report on the launch."""
+        wait for CUDA events, has come further. So it does when `wake` was called since the last time, or at `until_ns`
+        by CLOCK_MONOTONIC. Raises WorldError where the GPU cannot report on the launch."""
         flying = [] if slot is None else [self._events[slot].cuda_event]
         asked = [(gate, found) for gate in gates if (found := gate.next) is not None]
         # Gates first: where launches end as fast as they are made, a gate would never be reported.

@@ -141,8 +141,8 @@ class _Launch:
 class GpuWriter:
     """One thread that launches and waits, and makes its launcher by `launcher`. Made and used on the loop's thread.
 
-    `spans` gets each launch. `wake_hint` gets, on the loop, an urgent write that waited for its rows, repeatedly: while
-    it waits for the last of them alone, and while it is in flight.
+    `spans` gets each launch. `wake_hint` gets, on the loop, an urgent write that waited for its rows. It gets it
+    repeatedly: while it waits for the last of them alone, and while it is in flight.
     """
 
     def __init__(

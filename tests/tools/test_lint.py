@@ -45,6 +45,7 @@ def locals_(files: Iterable[Source]) -> Iterator[str]:
         (words.phrases, "x.py", "def f():\n '''Waits for so\n many rows.'''", "x.py:2: 'so many' in a docstring"),
         (words.phrases, "x.py", "'''So many rows.'''", "x.py:1: 'so many' in a docstring"),
         (words.phrases, "x.py", "a = 1\n# It is\n# told.\nb = 2", "x.py:2: 'is told' in a docstring or comment"),
+        (words.sentences, "x.py", f"'''A.'''\ndef f():\n '''B.\n\n C {'d ' * 28}.'''", "x.py:2: a sentence of 30"),
         (words.names, "x.py", "class A:\n async def heard_of(self): ...", "x.py:2: 'heard' in the name heard_of"),
         (words.names, "x.py", "class ToldLater: ...", "x.py:1: 'told' in the name ToldLater: say 'sent"),
         (words.names, "x.py", "def f(a, *, tell): ...", "x.py:1: 'tell' in the name tell"),
@@ -73,6 +74,7 @@ def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, com
         (words.phrases_shown, "x.py", "# Refused for ever.\nraise ValueError('must be one of a, b')"),
         (words.phrases_shown, "x.py", "def f():\n 'So many.'\nclass A:\n 'As ever.'\n a: str\n 'There is none.'"),
         (words.phrases, "x.py", "'''There is none for every row.'''  # as everywhere\n\n# It is\n\n# told here.\n"),
+        (words.sentences, "x.py", f"'''A {'b ' * 26}c. D {'e ' * 26}f.\n\n| {'g ' * 30}|\n\n  H {'i ' * 30}\n'''"),
         (words.names, "x.py", "teller = b.told(say)\nimport saying"),
         (locals_, "pdtransfer/x.py", "class A:\n at: float\nself.held = f(own=1, held_s=at)"),
     ],
@@ -90,10 +92,8 @@ def test_locals_that_name_nothing_are_counted_by_part_of_the_tree() -> None:
     files = [parsed("each = 1\nat = 2", "tests/x.py"), parsed("each = 1", "lab/x.py")]
     assert list(words.locals_(files, {"tests": 2, "lab": 1})) == []
     complaints = list(words.locals_(files, {"tests": 1, "lab": 1}))
-    assert [complaint.partition(": a local")[0] for complaint in complaints] == [
-        "tests/x.py:1: each",
-        "tests/x.py:2: at",
-    ]
+    named = [complaint.partition(": a local")[0] for complaint in complaints]
+    assert named == ["tests/x.py:1: each", "tests/x.py:2: at"]
 
 
 def test_private_reads_are_counted_and_ones_own_are_none() -> None:

@@ -58,6 +58,8 @@ LOCALS = {
 }  # fmt: skip
 # How many may be left in each part of the tree. Lower it as they go.
 LOCALS_MAX = {"pdtransfer": 40, "lab": 60, "tests": 2_050}
+SENTENCE_WORDS_MAX = 28  # of a docstring
+_TABLE = re.compile(r"^[\s|-]", re.MULTILINE)  # an indented line, a row of a table or a point of a list
 _PART = re.compile(r"[A-Z]?[a-z]+")
 
 
@@ -73,6 +75,20 @@ def phrases(files: Iterable[Source]) -> Iterator[str]:
     for source in files:
         for line, text in (*_docstrings(source), *_comments(source)):
             yield from _complaints(source, line, text, PHRASES, "a docstring or comment")
+
+
+def sentences(files: Iterable[Source]) -> Iterator[str]:
+    """No sentence of a docstring is long, tables, lists and examples aside."""
+    for source in files:
+        for node in (source.tree, *source.nodes(*DEFINITIONS)):
+            paragraphs = re.split(r"\n\s*\n", ast.get_docstring(node) or "")
+            for paragraph in (paragraph for paragraph in paragraphs if not _TABLE.search(paragraph)):
+                for sentence in re.split(r"(?<=[.!?])\s", " ".join(paragraph.split())):
+                    if (count := len(sentence.split())) > SENTENCE_WORDS_MAX:
+                        text = (
+                            f"a sentence of {count} words, at most {SENTENCE_WORDS_MAX} in a docstring: {sentence[:40]}"
+                        )
+                        yield source.complaint(node, text)
 
 
 def names(files: Iterable[Source]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The command pdtransfer: binds flags, environment and file to a config, and runs the command.
 
-A command imports its implementation when it runs, and commands of workers import their flags then as well: --help and
-the router neither wait for torch nor load a worker's modules. Exit status: 0 done, 1 failed, 2 misused, 130
+A command imports its implementation when it runs, and commands of workers import their flags then as well. So --help
+and the router neither wait for torch nor load a worker's modules. Exit status: 0 done, 1 failed, 2 misused, 130
 interrupted. An error is one line on standard error.
 """
 

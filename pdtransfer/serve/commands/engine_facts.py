@@ -1,6 +1,6 @@
 """`pdtransfer doctor PREFILL DECODE`: whether two engines fit, by what their servers tell before the first request.
 
-An SGLang server tells it in /server_info, a daemon in /health, and a vLLM server in the answer to a request of one
+An SGLang server reports it in /server_info, a daemon in /health. A vLLM server does in the answer to a request of one
 token, since vLLM has no page that a connector can write to. How long a request may be is what a router would read.
 """
 

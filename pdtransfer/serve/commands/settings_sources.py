@@ -109,7 +109,7 @@ def _parts(name: str) -> tuple[str, str]:
 
 def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001
     """Sets rank flags that are not given from torchrun's variables, and drops `http` where a stronger source has
-    `listen`: of one source the older counts, since a router may share that. Raises ConfigError."""
+    `listen`. Of one source the older counts, since a router may share that. Raises ConfigError."""
     if commands not in (("prefill",), ("decode",)):
         return
     from ..settings.ranks import launched
@@ -127,7 +127,7 @@ def _level(tokens: Iterable[Token]) -> int:
 
 
 def warn_of_unknown(config: NodeConfig) -> None:
-    """Logs a line for each variable of this package that no command has as a setting, with the nearest name, and one
+    """Logs a line for each variable of this package that no command has as a setting, with the nearest name. Logs one
     for an older name of a setting."""
     if getattr(config, "http", None) is not None:
         log.warning("http, --http and PDTRANSFER_HTTP end with 0.3: set listen, --listen or PDTRANSFER_LISTEN")

@@ -1,8 +1,8 @@
 """The program that keeps a firewall table: it runs what it is sent through libnftables, and the table ends with it.
 
-It is a process of its own because libnftables ends its process on some errors, and because the kernel ties a table with
-an owner to the socket that made it. It is started by its path and imports nothing of the package. `table` is the
-parent's half.
+It is a process of its own because libnftables ends its process on some errors. Besides, the kernel ties a table with an
+owner to the socket that made it. It is started by its path and imports nothing of the package. `table` is the parent's
+half.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class RefusedError(Exception):
 
 class BrowserGuard:
     """The middleware of one listener. `hosts` are names that clients may call it by, besides loopback names and all IP
-    addresses, which nobody can make mean another host: `*.example.org` for all below it, `*` for any."""
+    addresses, which nobody can make mean another host. `*.example.org` is for all below it, `*` for any."""
 
     def __init__(self, hosts: Iterable[str]) -> None:
         self._hosts = (*LOOPBACK, *(host.lower() for host in hosts))

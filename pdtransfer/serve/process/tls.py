@@ -1,5 +1,5 @@
-"""TLS of an HTTP listener: a certificate and its key, which may be replaced while the listener serves, and a bound on
-the connections whose handshake is under way."""
+"""TLS of an HTTP listener: a certificate and its key, which may be replaced while the listener serves. Connections
+whose handshake is under way are bounded."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Three parties never wait for each other: the router's Service, the node, and the engine's thread. Every room that a
 router began ends with one End, whichever party ends it. The leader of several ranks waits for all of them. A room has
-landed once it has landed on every rank, fails on all once it fails on one, and its pages are free once every rank has
+landed once it has landed on every rank, and fails on all once it fails on one. Its pages are free once every rank has
 drained.
 """
 

@@ -86,8 +86,8 @@ class CardUse:
 
 
 def why_no_card(library: Library, network: Network, handle: Handle) -> str:
-    """Why engines of this library cannot read and write the memory of that GPU, as two of them show by some bytes of
-    it, in a process of their own. A build without CUDA may crash. Empty where they can."""
+    """Why engines of this library cannot read and write the memory of that GPU. Two of them show it by some bytes, in a
+    process of their own. A build without CUDA may crash. Empty where they can."""
     command = [sys.executable, "-P", card_probe.__file__, library.driver, library.card, handle.gpu.hex()]
     environment = library.environment(network, engines=1, host="127.0.0.1")
     try:

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
-    """What a sender needs besides: the peer's engines, host:port each, the address `base` that they have their memory
-    at, and the memfd of the pool that it may read as well, -1 for none."""
+    """What a sender needs besides: the peer's engines, host:port each, and the address `base` that they have their
+    memory at. Also the memfd of the pool that it may read as well, -1 for none."""
 
     targets: tuple[str, ...]
     base: int
@@ -40,9 +40,9 @@ class Sending:
 
 
 class EngineProcess:
-    """A process of a library's engines over `memory`, a memfd that it maps: one engine for each target of `sending`, or
-    `engines` that receive, or as many of them as can be started. Made and used on the loop's thread; the process dies
-    with it. The network's guard closes the ports to all but the session's peer before anything is served.
+    """A process of a library's engines over `memory`, a memfd that it maps. It has one engine for each target of
+    `sending`, or `engines` that receive, or as many of them as can be started. Made and used on the loop's thread; the
+    process dies with it. The network's guard closes the ports to all but the session's peer before anything is served.
 
     `received` gets packets of replies. `died` is called once, when the kernel reports that the process is gone: no
     thread of it runs any more, and it writes nothing that it had mapped.

@@ -1,8 +1,8 @@
 """Shared memory on one host: prefill maps decode's arena and copies into it; the fence is a lock its mapping holds.
 
-For each writer the arena's memfd is reopened, an open-file-description lock is taken on a byte of that writer's own,
-and that descriptor is handed over and closed here. The kernel drops the lock with the last mapping and descriptor of
-it, whichever process forked, froze or was killed. Only from then on no process can write.
+For each writer the arena's memfd is reopened, an open-file-description lock is taken on a byte of that writer's own.
+That descriptor is handed over and closed here. The kernel drops the lock with the last mapping and descriptor of it,
+whichever process forked, froze or was killed. Only from then on no process can write.
 """
 
 from __future__ import annotations

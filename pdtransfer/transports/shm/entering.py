@@ -1,7 +1,7 @@
 """The bytes of a received arena that a writer has entered: in its page table, and registered with its GPU.
 
 Entering takes as long as the arena is large, so a session does not wait for it. What rows are about to land in is
-entered first, by whole pieces, and the rest behind it, in steps that leave the driver free for launches in between.
+entered first, by whole pieces. The rest follows behind it, in steps that leave the driver free for launches in between.
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ class PrefillShell(Generic[State]):
         return (first, end) if first < end else None
 
     def _skip(self, component: Component, prompt_tokens: int) -> int:
-        """The slots before row 0: of tokens before a window, or of as many as a window may begin inside a page, as far
-        as the pages that each request has of it leave room."""
+        """The slots before row 0: of tokens before a window, or of as many as a window may begin inside a page. Fewer
+        where the pages that each request has of it leave no room."""
         if component.span.kind != "last":
             return 0
         if self._facts.every_token:

@@ -18,7 +18,7 @@ What is read when:
   sixteenth of them. So a byte that changes under a running request changes its tokens within 16 steps
 - every row once more at the end of the request, for its digest of the KV
 
-With the option `top_k`, a step also picks positions of the request by its digest, and its tokens depend on the bytes of
+With the option `top_k`, a step also picks positions of the request by its digest. Its tokens depend on the bytes of
 these rows where a step reads them: in the hot pool, for a HiSparse request.
 
 All arithmetic is on integers modulo 2**64. So tokens are the same on every host, for every chunk, batch, page size and

@@ -43,7 +43,7 @@ class Units:
 
 
 def picked(digest: bytes, group: int, position: int, top: int) -> Int64s:
-    """The positions below `position` that a step reads for a group of layers, ascending: all if they are at most `top`,
+    """The positions below `position` that a step reads for a group of layers, ascending. All if they are at most `top`,
     else the newest ones and others by the digest, half and half at most."""
     if position <= top:
         return np.arange(position)

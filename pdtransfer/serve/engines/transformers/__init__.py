@@ -1,5 +1,5 @@
 """Hugging Face checkpoints by `--model DIR`: the engine of prefill and decode daemons, which needs the package
-transformers, and `text`, the router's tokenizer, which needs neither transformers nor torch."""
+transformers. And `text`, the router's tokenizer, which needs neither transformers nor torch."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class PickReader(Protocol):
     """The rows of a pass, of which attention reads those that a sparse index has picked."""
 
     def read(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Latents (B, 1, n, rank) and turned parts (B, 1, n, rope) of the keys that the layer's queries attend to, and
-        which of them they do, bool (B, 1, 1, n). `indices` (B, 1, k) are positions."""
+        """Latents (B, 1, n, rank) and turned parts (B, 1, n, rope) of the keys that the layer's queries may attend to.
+        And which of them they do, bool (B, 1, 1, n). `indices` (B, 1, k) are positions."""
         ...
 
 
@@ -52,10 +52,10 @@ def latent_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
     indices: Tensor | None = None, picked: PickReader | None = None, **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attends from queries (B, H, Q, nope + rope) to the latents `key` (B, 1, T, rank) and the turned parts `value`
-    (B, 1, T, rope) that all heads share. `indices` (B, Q, k) are the keys that a sparse index has picked. With
-    `picked`, `key` and `value` are those of the new token alone, and the picks are read there. Returns (B, Q, H, v).
-    Raises ValueError for what attention over latents has not."""
+    """Attends from queries (B, H, Q, nope + rope) to the latents `key` (B, 1, T, rank) and the turned parts `value` (B,
+    1, T, rope). All heads share both. `indices` (B, Q, k) are the keys that a sparse index has picked. With `picked`,
+    `key` and `value` are those of the new token alone, and the picks are read there. Returns (B, Q, H, v). Raises
+    ValueError for what attention over latents has not."""
     if strange := [name for name in _UNSUPPORTED if given.get(name) is not None]:
         raise ValueError(f"attention over latents with {', '.join(strange)}")
     if picked is not None:

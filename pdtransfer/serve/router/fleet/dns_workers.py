@@ -1,8 +1,7 @@
 """Workers found by a name in DNS: dns://NAME:PORT, a worker at each address, and srv://NAME, one for each SRV record.
 
-With keys a worker is what it proves to be, so DNS is not trusted: the first label of an SRV record's target is the
-worker's name on this node's allow-list, and the key of that name has to be at the other end. An address has no such
-name.
+With keys a worker is what it proves to be, so DNS is not trusted. The first label of an SRV record's target is the
+worker's name on this node's allow-list. The key of that name has to be at the other end. An address has no such name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The API keys of the router's clients: who may ask. No I/O but reading the file.
 
-A key itself is kept nowhere: only its digest under a secret of this process, so neither a look-up's time nor a dump of
+A key itself is kept nowhere: only its digest under a secret of this process. So neither a look-up's time nor a dump of
 an error reveals anything of it.
 """
 

@@ -87,7 +87,7 @@ class AnswerText:
 
 def _begun(stop: str, begun: int, new: str) -> int:
     """How many characters of the stop string a text ends with that ended with `begun` of them and gains `new`, by the
-    algorithm of Knuth, Morris and Pratt: its time does not grow with the stop's length. `new` completes no stop."""
+    algorithm of Knuth, Morris and Pratt. Its time does not grow with the stop's length. `new` completes no stop."""
     borders = _borders(stop)
     for character in new:
         while begun and stop[begun] != character:
@@ -337,8 +337,8 @@ class Answer:
         return {"index": index, **content, "logprobs": scores, "finish_reason": reason}
 
     def _usage(self) -> dict[str, object]:
-        """OpenAI's usage. Cached tokens are those of the first choice of each prompt, and missing where a stop string
-        ended one of these, since decode reports them at its own end, or where one was resumed."""
+        """OpenAI's usage. Cached tokens are those of the first choice of each prompt. They are missing where one was
+        resumed, or where a stop string ended one, since decode reports them at its own end."""
         prompt_tokens = self._completion.prompt_tokens
         completion_tokens = sum(choice.text.tokens for choice in self._choices)
         rooms = [choice.room for choice in self._choices[:: self._completion.n]]

@@ -208,7 +208,7 @@ class FreeSlots:
     Each prompt token cached at a decode worker counts as `prefix_weight` free slots, unless the room would queue there.
     Both workers serve one model; HiSparse needs a decode worker that supports it.
 
-    A prompt that goes on from one that the decode worker has answered stays there without a prefill worker: it holds
+    A prompt that goes on from one that the decode worker has answered stays there without a prefill worker. It holds
     the answer as well, which prefill would compute. It gets at most `turn_tokens_max` tokens at a time, since they
     delay the answers that it generates.
     """

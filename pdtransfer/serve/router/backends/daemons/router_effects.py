@@ -26,8 +26,8 @@ class Emit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomEnded:
     """A room of a request has ended. Without a cause the request is complete. Else it has failed, but with a next room
-    it goes on there. `prefill` and `decode` are the Ends that have come: none where the router ended the answer
-    (`Routing.stop`), and none of a prefill worker that was lost after it had done its part."""
+    it goes on there. `prefill` and `decode` are the Ends that have come. There is none where the router ended the
+    answer (`Routing.stop`), and none of a prefill worker that was lost after it had done its part."""
 
     request: int
     id: int  # of the room

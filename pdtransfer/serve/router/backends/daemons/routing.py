@@ -75,7 +75,7 @@ class Routing:
         return min(due, default=None)
 
     def submit(self, request: CompletionRequest, now: float) -> tuple[int, list[RoutingEffect]]:
-        """Begins a room for the request on the least loaded pair of workers; the request, by the id of that room, ends
+        """Begins a room for the request on the least loaded pair of workers. The request, by the id of that room, ends
         with the RoomEnded of its last room. Raises AnswerFailedError where it cannot begin."""
         retry_ms = self._limits.resend_ms_max
         if self._closed:

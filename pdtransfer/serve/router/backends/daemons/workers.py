@@ -187,8 +187,8 @@ def model_text(model: Model) -> str:
 
 
 def reasons(load: Load, workers: Iterable[Worker], since: float) -> dict[str, str]:
-    """Why decode cannot use prefill ranks, by their endpoints. Only those that were ready before are meant: a
-    prefill that has just started gets its time to be found, and meanwhile rooms of the two wait for their session."""
+    """Why decode cannot use prefill ranks, by their endpoints. Only those that were ready before are meant. A prefill
+    that has just started gets its time to be found, and meanwhile rooms of the two wait for their session."""
     late = {
         endpoint
         for worker in workers

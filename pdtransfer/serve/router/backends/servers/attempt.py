@@ -507,8 +507,8 @@ class Attempt:
 
 
 async def _next_bytes(response: aiohttp.ClientResponse, *, events: bool, roles_max: int = 0) -> bytes:
-    """The next bytes of an answer, empty at its end: of a stream whole events, more than the first `roles_max` which
-    are no more than a role; of another answer the rest. Of neither more than HELD_BYTES_MAX are waited for."""
+    """The next bytes of an answer, empty at its end. Of a stream whole events, more than the first `roles_max` which
+    are no more than a role. Of another answer the rest. Of neither more than HELD_BYTES_MAX are waited for."""
     piece = b""
     while len(piece) < HELD_BYTES_MAX:
         if not (more := await response.content.readany()):

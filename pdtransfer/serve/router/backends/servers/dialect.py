@@ -105,8 +105,8 @@ class Dialect:
         raise NotImplementedError
 
     def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
-        """Returns the order that informs a server of this role that nobody waits for an attempt any more, which closing
-        its connection may do late or not at all; None where there is nothing to send."""
+        """Returns the order that informs a server of this role that nobody waits for an attempt any more. Closing its
+        connection may do that late or not at all. None where there is nothing to send."""
         raise NotImplementedError
 
 

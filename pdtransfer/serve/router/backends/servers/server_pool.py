@@ -112,7 +112,7 @@ class FewestAnswers:
     A prompt whose blocks a server all knows counts as `prefix_weight` open answers less, a part of them as that part.
 
     Decode computes the prompt itself where one server is chosen for both roles, and where the prompt goes on from one
-    that it had: it holds its own answer as well, which prefill would compute. It gets at most `turn_tokens_max` tokens
+    that it had. It holds its own answer as well, which prefill would compute. It gets at most `turn_tokens_max` tokens
     at a time, since they delay the answers that it generates.
     """
 

@@ -33,7 +33,7 @@ Fields = Mapping[str, Raw]
 
 class ServerRequest(Read, kw_only=True, omit_defaults=True):
     """One client's request. Reading its body finds where in it the value of each field lies, the keys of its text's
-    blocks, and how many answers it asks for; `Servers.request` adds the rest."""
+    blocks, and how many answers it asks for. `Servers.request` adds the rest."""
 
     spans: dict[str, tuple[int, int]]
     keys: tuple[bytes, ...] = ()

@@ -235,8 +235,8 @@ def _room(transfer: bytes, identity: ServerIdentity | None) -> dict[str, object]
 
 
 def asks_for_logprobs(path: str, fields: Fields) -> bool:
-    """True if a request asks for logprobs of its prompt, which prefill computes and decode's answer lacks: completions
-    by `echo` with `logprobs`, SGLang's own path by `return_logprob` from a place in the prompt on. Raises
+    """True if a request asks for logprobs of its prompt, which prefill computes and decode's answer lacks. Completions
+    do by `echo` with `logprobs`, SGLang's own path by `return_logprob` from a place in the prompt on. Raises
     RefusedRequestError for a stream that does."""
     if path == GENERATE:
         starts = _list(_value(fields, "logprob_start_len", _INTEGERS))

@@ -301,18 +301,17 @@ def test_an_engine_whose_pages_do_not_fit_its_rows_breaks_that_room_alone(prefil
     assert isinstance(prefill.of(2)[0], Offered)
 
 
-def test_an_engine_that_names_a_component_it_has_not_breaks_that_room_alone() -> None:
+def test_an_engine_that_names_a_component_it_has_not_breaks_that_room_alone(prefill: Site) -> None:
     def made(request: Request) -> list:
         cell, prefilled = computed(request)
         return [replace(cell, component="kw"), prefilled] if request.room == 1 else [cell, prefilled]
 
-    here = Site(Prefill(made=made), PrefillThread)
-    for _ in site(here):
-        here.send(Compute(request(1, 20)), Compute(request(2, 20)))
-        here.until(lambda: len(here.of(2)) == 2)
-        assert here.of(1)[0] == Broken(room=1, detail="the engine's cell: component 'kw' must be one of kv")
-        assert isinstance(here.of(2)[0], Offered)
-        assert not here.died
+    prefill.engine.made = made
+    prefill.send(Compute(request(1, 20)), Compute(request(2, 20)))
+    prefill.until(lambda: len(prefill.of(2)) == 2)
+    assert prefill.of(1)[0] == Broken(room=1, detail="the engine's cell: component 'kw' must be one of kv")
+    assert isinstance(prefill.of(2)[0], Offered)
+    assert not prefill.died
 
 
 def test_a_landed_room_is_generated_from(decode: Site) -> None:

@@ -17,7 +17,8 @@ from pdtransfer.serve.router.backends.servers.attempt import HELD_BYTES_MAX
 from pdtransfer.serve.router.fleet.roles import Departure
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
-from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site, streamed, texts
+from tests.support.sglang_servers import FakeSglang
+from tests.support.vllm_servers import LIMITS, PIECES, FakeVllm, ServerSite, server_site, streamed, texts
 from tests.support.waiting import until
 
 WHOLE = "".join(PIECES)
@@ -481,10 +482,11 @@ async def test_a_body_that_is_no_object_is_refused_here(site: ServerSite, body: 
         assert not any(each.seen for each in site.servers)
 
 
-async def test_other_paths_are_404_in_openais_form(site: ServerSite) -> None:
-    async with site.http.post(site.url + "/v1/embeddings", json={}) as response:
+@pytest.mark.parametrize(("of", "path"), [(FakeVllm, "/v1/chat/completions"), (FakeSglang, "/generate")])
+async def test_other_paths_are_404_and_the_answer_names_the_engines_own(of: type[FakeVllm], path: str) -> None:
+    async with server_site(of=of) as it, it.http.post(it.url + "/v1/embeddings", json={}) as response:
         assert response.status == 404
-        assert "/v1/chat/completions" in (await response.json())["error"]["message"]
+        assert path in (await response.json())["error"]["message"]
 
 
 @pytest.mark.slow

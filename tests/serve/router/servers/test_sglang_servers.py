@@ -141,9 +141,3 @@ async def test_a_client_that_leaves_has_both_servers_notified_by_the_name_that_t
     await until(lambda: all(each.given_up == [each.seen[0].body["rid"]] for each in site.servers))
     assert site.prefill[0].given_up[0].startswith("r1-")
     assert site.prefill[0].given_up == site.decode[0].given_up
-
-
-async def test_other_paths_are_404_and_the_answer_names_sglangs(site: ServerSite) -> None:
-    async with site.http.post(site.url + "/v1/embeddings", json={}) as response:
-        assert response.status == 404
-        assert "/generate" in (await response.json())["error"]["message"]

@@ -15,7 +15,7 @@ from typing import TypeAlias
 _DOCS = Path(__file__).parents[1] / "docs"
 # Of each plot, by the document of its figures: each fleet's heading, the class of its bars, and how it is named.
 LATEST, FIRST = "### Two cards again", "## On two cards, beside vLLM's own connectors"
-ONE_CARD = "#### 0.5.23 on one card"
+TWO_GPUS = "##### On two GPUs"
 Fleets: TypeAlias = dict[str, tuple[str, str, str]]
 PLOTS: dict[str, tuple[Path, Fleets]] = {
     "vllm.md": (
@@ -29,9 +29,9 @@ PLOTS: dict[str, tuple[Path, Fleets]] = {
     "sglang.md": (
         _DOCS / "handoff-sglang.svg",
         {
-            "pdtransfer": (ONE_CARD, "ours", "pdtransfer"),
-            "NIXL": (ONE_CARD, "other", "NIXL"),
-            "Mooncake": (ONE_CARD, "third", "Mooncake over TCP"),
+            "pdtransfer": (TWO_GPUS, "ours", "pdtransfer"),
+            "NIXL": (TWO_GPUS, "other", "NIXL"),
+            "Mooncake": (TWO_GPUS, "third", "Mooncake over TCP"),
         },
     ),
 }

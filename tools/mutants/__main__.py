@@ -128,7 +128,8 @@ def _run(wanted: list[tuple[str, Mutant]], report: dict[str, dict[str, Any]], op
             killers = sorted({next(iter(each["tests"]), "") for each in met} - {""})
             for clone in made:
                 clone.end()
-            red = made[0].red(killers) if killers else []
+            parts = [killers[number :: len(made)] for number in range(len(made))]
+            red = {test for failed in threads.map(Clone.red, made, parts) for test in failed}
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
             for clone in made:

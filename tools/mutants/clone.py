@@ -95,6 +95,8 @@ class Clone:
 
     def red(self, tests: list[str]) -> list[str]:
         """Those that fail without a mutant, twice."""
+        if not tests:
+            return []
         collection = self.collect(tests)
         failed = collection.run([], [], [], stops=False, limited=False).failed
         return [test for test in failed if collection.run([test], [], []).failed]

@@ -115,10 +115,14 @@ class Pair:
         self.prefill.finish(room, aux=b"aux of %d" % room)
         return pages
 
+    def begin(self, room: int, tokens: int, **more: Any) -> np.ndarray:
+        """A whole room, from expect to finish; `more` is decode's."""
+        self.expect(room, tokens, **more)
+        return self.send(room, tokens)
+
     def moved(self, room: int, tokens: int) -> None:
         """A whole room, from expect to ready."""
-        self.expect(room, tokens)
-        self.send(room, tokens)
+        self.begin(room, tokens)
         self.ready(room)
 
     def serves_again(self, sources: list[str]) -> None:

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -42,7 +42,7 @@ SLOTS = 2_048
 SERVED = "does it work"
 TOKENS = 6  # generated for each prompt where a test does not say otherwise
 LIMITS = Limits(ping_ms=250, fence_poll_ms=25, room_deadline_ms=30_000)
-Result = TypeVar("Result")
+USUAL: dict[str, Any] = {"listen": "127.0.0.1:0", "slots": SLOTS, "engine_option": MLA, "limits": LIMITS}  # of workers
 Within = Callable[[str], Sequence[str]]
 
 
@@ -327,34 +327,13 @@ def _take(host: str, port: int) -> bool:
 
 
 def prefill_config(number: int = 0, **more: Any) -> PrefillConfig:
-    return PrefillConfig(
-        **{
-            "bind": f"tcp://{free_address()}",
-            "listen": "127.0.0.1:0",
-            "node": f"prefill-{number}",
-            "slots": SLOTS,
-            "chunk_tokens": 64,
-            "engine_option": MLA,
-            "limits": LIMITS,
-            **more,
-        }
-    )
+    own = {"bind": f"tcp://{free_address()}", "node": f"prefill-{number}", "chunk_tokens": 64}
+    return PrefillConfig(**USUAL | own | more)
 
 
 def decode_config(sockets: Path, number: int = 0, **more: Any) -> DecodeConfig:
-    return DecodeConfig(
-        **{
-            "bind": f"tcp://{free_address()}",
-            "listen": "127.0.0.1:0",
-            "node": f"decode-{number}",
-            "slots": SLOTS,
-            "engine_option": MLA,
-            "limits": LIMITS,
-            "socket_directory": sockets,
-            "huge_pages": "never",
-            **more,
-        }
-    )
+    own = {"bind": f"tcp://{free_address()}", "node": f"decode-{number}", "socket_directory": sockets}
+    return DecodeConfig(**USUAL | own | {"huge_pages": "never"} | more)
 
 
 @asynccontextmanager

@@ -193,8 +193,7 @@ def test_every_pair_of_pools_lands_token_for_token_and_no_other_byte_changes(
     with client_pair(model=model, source=source, target=target) as pair:
         expected = Expected(pair.target)
         for room, tokens in ((1, 1), (2, 63), (3, 65), (4, 40)):
-            pair.expect(room, tokens)
-            pages = pair.send(room, tokens)
+            pages = pair.begin(room, tokens)
             landed(pair, expected, room, pages, tokens)
         assert expected.holds(pair.arena)
 
@@ -237,8 +236,7 @@ def is_leasable(pair: Pair, room: int) -> bool:
 def test_who_gives_up_gets_the_failure_at_once_and_memory_is_safe_when_the_write_has_ended(
     pair: Pair, gate: Gate, side: str
 ) -> None:
-    pair.expect(1, 40)
-    pair.send(1, 40)
+    pair.begin(1, 40)
     assert gate.entered.wait(60)
     getattr(pair, side).abort(1)
     pair.until(lambda: pair.prefill_event(1, RoomFailed) and pair.decode_event(1, RoomFailed))
@@ -278,8 +276,7 @@ def test_pages_of_a_room_that_decode_gives_up_before_its_grant_are_free_long_bef
 
 
 def test_an_abort_that_crosses_ready_leaves_the_room_to_be_released(pair: Pair) -> None:
-    pair.expect(1, 40)
-    pair.send(1, 40)
+    pair.begin(1, 40)
     while not select.select([pair.decode], [], [], 10)[0]:
         pass
     pair.decode.abort(1)  # Ready is said, and not polled yet.
@@ -340,8 +337,7 @@ def test_slots_are_the_engines_until_the_release_event_fires(pair: Pair) -> None
     pair.moved(1, 256)
     swap_in = Late()
     pair.decode.release(1, after=swap_in)
-    pair.expect(2, 10)
-    pair.send(2, 10)
+    pair.begin(2, 10)
     pair.until(lambda: swap_in.asked > 20)
     assert pair.decode_event(2, RoomReady) is None
     swap_in.fired = True
@@ -372,8 +368,7 @@ def test_no_call_of_a_scheduler_waits_for_the_loop(pair: Pair) -> None:
     over = threading.Event()
 
     def calls() -> None:
-        pair.expect(1, 40)
-        pair.send(1, 40)
+        pair.begin(1, 40)
         pair.expect(2, 40)
         pair.prefill.open(2, tokens=40)
         pair.poll()
@@ -441,8 +436,7 @@ def test_an_engine_that_does_not_poll_gets_a_bounded_number_of_rooms_that_decode
 def test_calls_of_many_threads_all_arrive(pair: Pair) -> None:
     def some(first: int) -> None:
         for room in range(first, first + 10):
-            pair.expect(room, 5)
-            pair.send(room, 5)
+            pair.begin(room, 5)
 
     threads = [threading.Thread(target=some, args=(100 * index,)) for index in range(1, 5)]
     for thread in threads:
@@ -557,8 +551,7 @@ def test_releasing_a_room_that_is_not_ready_fails_it(pair: Pair) -> None:
 
 
 def test_a_label_names_one_room_only(pair: Pair) -> None:
-    pair.expect(1, 40)
-    pair.send(1, 40)
+    pair.begin(1, 40)
     for again in (lambda: pair.expect(1, 40), lambda: pair.prefill.open(1, tokens=40)):
         with pytest.raises(LocalProtocolError, match="0000000000000001 was used already"):
             again()
@@ -661,8 +654,7 @@ def test_rooms_that_have_landed_are_ready_although_prefill_leaves_before_decode_
 
 
 def test_prefills_close_waits_for_writes_and_decode_learns_of_it(pair: Pair, gate: Gate) -> None:
-    pair.expect(1, 40)
-    pair.send(1, 40)
+    pair.begin(1, 40)
     assert gate.entered.wait(60)
     closing = threading.Thread(target=pair.prefill.close)
     closing.start()

@@ -43,8 +43,7 @@ def drained(pair: Pair, room: int) -> None:
 
 def test_a_room_lands_where_the_engine_wants_it_and_drains_at_once(pair: Pair) -> None:
     expected, slots = Expected(pair.target), chosen(1)
-    pair.expect(1, TOKENS, slots={"kv": slots})
-    pages = pair.send(1, TOKENS)
+    pages = pair.begin(1, TOKENS, slots={"kv": slots})
     ready = pair.ready(1)
     drained(pair, 1)
     assert [type(event) for event in pair.decode_events] == [RoomReady, RoomDrained]
@@ -53,15 +52,13 @@ def test_a_room_lands_where_the_engine_wants_it_and_drains_at_once(pair: Pair) -
     assert expected.holds(pair.arena)
     assert pair.decode.state(1) is KVPoll.SUCCESS
     pair.decode.release(1)  # there is nothing to release
-    pair.expect(2, TOKENS, slots={"kv": slots})
-    pair.send(2, TOKENS)
+    pair.begin(2, TOKENS, slots={"kv": slots})
     pair.ready(2)
 
 
 def test_slots_are_not_given_back_while_a_write_of_their_room_is_under_way(gate: Gate, pair: Pair) -> None:
     slots = chosen(7)
-    pair.expect(1, TOKENS, slots={"kv": slots})
-    pair.send(1, TOKENS)
+    pair.begin(1, TOKENS, slots={"kv": slots})
     assert gate.entered.wait(60)
     pair.decode.abort(1)
     assert pair.failed(1).cause is Cause.ABORTED
@@ -71,8 +68,7 @@ def test_slots_are_not_given_back_while_a_write_of_their_room_is_under_way(gate:
     assert pair.decode_event(1, RoomDrained) is None
     gate.opened.set()
     drained(pair, 1)
-    pair.expect(3, TOKENS, slots={"kv": slots})
-    pair.send(3, TOKENS)
+    pair.begin(3, TOKENS, slots={"kv": slots})
     pair.ready(3)
 
 
@@ -92,8 +88,7 @@ def test_rows_that_the_engine_has_do_not_cross_and_prefill_learns_it(pair: Pair)
     expected, slots = Expected(pair.target), chosen(4)
     shared = slots.copy()
     shared[:16] = 5  # of the prefix, whatever they are: other requests may have them
-    pair.expect(1, TOKENS, slots={"kv": shared}, prefix=16)
-    pages = pair.send(1, TOKENS)
+    pages = pair.begin(1, TOKENS, slots={"kv": shared}, prefix=16)
     ready = pair.ready(1)
     assert ready.prefix == 16
     assert ready.slots["kv"].tolist() == slots[16:].tolist()
@@ -283,8 +278,7 @@ import atexit
 from tests.support.client_pair import client_pair
 made = client_pair()
 pair = made.__enter__()
-pair.expect(1, 10)
-pair.send(1, 10)
+pair.begin(1, 10)
 pair.ready(1)
 def last():
     pair.prefill.close()

@@ -60,8 +60,7 @@ def test_rows_of_a_writer_without_the_gpu_land_in_host_memory_and_are_copied_up(
     arena: ArenaMemory, target: Pool, *, verify: bool
 ) -> None:
     with far_pair(arena, target, verify=verify) as pair:
-        pair.expect(1, TOKENS)
-        pages = pair.send(1, TOKENS)
+        pages = pair.begin(1, TOKENS)
         expected = Expected(replace(target))
         assert (expected.pool.memory == CANARY).all()
         expected.land(slots_of_pages(pages, 16, TOKENS), pair.ready(1).slots["kv"])
@@ -84,8 +83,7 @@ def test_rooms_of_a_writer_that_the_host_has_no_memory_for_fail_with_the_reason(
     prefault = ArenaMemory.prefault
     monkeypatch.setattr(ArenaMemory, "prefault", full)
     with far_pair(arena, target) as pair:
-        pair.expect(1, TOKENS)
-        pair.send(1, TOKENS)
+        pair.begin(1, TOKENS)
         failed = pair.failed(1)
         assert failed.cause is Cause.TRANSFER
         assert "9 bytes are to be backed, a cgroup is 4 bytes" in failed.detail
@@ -98,8 +96,7 @@ def test_a_room_many_times_larger_than_the_buffer_lands_byte_for_byte(
     arena: ArenaMemory, target: Pool, *, verify: bool
 ) -> None:
     with far_pair(arena, target, verify=verify) as pair:
-        pair.expect(1, target.slots)
-        pages = pair.send(1, target.slots)
+        pages = pair.begin(1, target.slots)
         ready, expected = pair.ready(1), Expected(replace(target))
         expected.land(slots_of_pages(pages, 16, target.slots), ready.slots["kv"])
         assert arena.hbm is not None
@@ -134,8 +131,7 @@ def test_rooms_that_are_given_up_between_their_pieces_leave_nothing_behind(arena
     with far_pair(arena, target) as pair:
         core, given_up = core_of(pair.decode), 0
         for room in range(1, 9):
-            pair.expect(room, target.slots)
-            pair.send(room, target.slots)
+            pair.begin(room, target.slots)
             pair.until(lambda room=room: room in core.rooms and core.rooms[room].stop >= 4 * room)
             pair.decode.abort(room)
             pair.until(lambda room=room: pair.decode_event(room, RoomFailed) or pair.decode_event(room, RoomReady))
@@ -145,8 +141,7 @@ def test_rooms_that_are_given_up_between_their_pieces_leave_nothing_behind(arena
                 pair.decode.release(room)
         assert given_up
         pair.until(lambda: core.idle and not core.staging.held)
-        pair.expect(9, target.slots)
-        pages = pair.send(9, target.slots)
+        pages = pair.begin(9, target.slots)
         expected = Expected(replace(target))
         expected.land(slots_of_pages(pages, 16, target.slots), pair.ready(9).slots["kv"])
         assert arena.hbm is not None

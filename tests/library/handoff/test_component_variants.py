@@ -30,6 +30,13 @@ from tests.support.session_ends import (
 )
 
 
+@pytest.fixture
+def end() -> TwinEnd:
+    end = TwinEnd()
+    end.up()
+    return end
+
+
 def test_a_room_has_rows_of_one_twin_and_of_what_has_none() -> None:
     assert leased(twins(), enable_hisparse=True) == (True, True, False)
     assert leased(twins(), enable_hisparse=False) == (False, True, True)
@@ -43,9 +50,9 @@ def test_a_room_has_rows_of_one_twin_and_of_what_has_none() -> None:
 
 
 @pytest.mark.parametrize(("sparse", "place", "other"), [(True, 0, 2), (False, 2, 0)])
-def test_a_grant_names_the_twin_that_its_flag_selects_and_never_the_other(sparse: bool, place: int, other: int) -> None:
-    end = TwinEnd()
-    end.up()
+def test_a_grant_names_the_twin_that_its_flag_selects_and_never_the_other(
+    sparse: bool, place: int, other: int, end: TwinEnd
+) -> None:
     free = end.free
     grant = end.granted(1, tokens=8, growth=2, enable_hisparse=sparse)
     assert grant.enable_hisparse is sparse
@@ -63,27 +70,21 @@ def test_a_grant_names_the_twin_that_its_flag_selects_and_never_the_other(sparse
     assert end.core.idle
 
 
-def test_dense_and_sparse_rooms_lie_side_by_side() -> None:
-    end = TwinEnd()
-    end.up()
+def test_dense_and_sparse_rooms_lie_side_by_side(end: TwinEnd) -> None:
     sparse, dense = (end.granted(room, tokens=8, enable_hisparse=not room) for room in (0, 1))
     assert of(end.land(sparse), RoomReady)
     assert of(end.land(dense), RoomReady)
     assert end.free == [SLOTS - 8, SLOTS - 4, DENSE_SLOTS - 8]
 
 
-def test_landed_is_held_against_the_bytes_of_one_twin() -> None:
-    end = TwinEnd()
-    end.up()
+def test_landed_is_held_against_the_bytes_of_one_twin(end: TwinEnd) -> None:
     grant = end.granted(1, tokens=8, enable_hisparse=True)
     both = kv_bytes(8) + 8 * LAYERS * ROW
     effects = end.receive(Landed(grant.session, grant.grant, both, b""))
     assert of(effects, RoomFailed)[0].cause is Cause.BREACH
 
 
-def test_what_can_never_fit_is_refused_by_the_twin_that_it_would_take() -> None:
-    end = TwinEnd()
-    end.up()
+def test_what_can_never_fit_is_refused_by_the_twin_that_it_would_take(end: TwinEnd) -> None:
     (failed,) = of(end.expect(1, DENSE_SLOTS + 1), RoomFailed)
     assert failed.cause is Cause.REFUSED
     assert "'kv in hbm': 17" in failed.detail
@@ -91,9 +92,7 @@ def test_what_can_never_fit_is_refused_by_the_twin_that_it_would_take() -> None:
     end.granted(2, tokens=DENSE_SLOTS + 1, enable_hisparse=True)
 
 
-def test_a_full_twin_holds_up_its_own_kind_alone_and_only_at_the_queues_head() -> None:
-    end = TwinEnd()
-    end.up()
+def test_a_full_twin_holds_up_its_own_kind_alone_and_only_at_the_queues_head(end: TwinEnd) -> None:
     held = end.granted(1, tokens=DENSE_SLOTS)
     end.land(held)
     assert sent(end.expect(2, 1), Grant) == []

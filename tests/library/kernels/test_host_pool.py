@@ -33,8 +33,7 @@ def test_a_device_reads_any_tokens_of_a_landed_room_and_backs_up_new_ones(
     device: Any = Tensors(name="layer_first", model=model, page_size=1, slots=HOT)
     rng = np.random.default_rng(0)
     with client_pair(model=model, source=("layer_first", 16, 512), target=(name, page_size, 256)) as pair:
-        pair.expect(1, PROMPT, growth=GROWTH)
-        pages = pair.send(1, PROMPT)
+        pages = pair.begin(1, PROMPT, growth=GROWTH)
         slots = pair.ready(1).slots["kv"]
         expected, source_slots = Expected(pair.target), slots_of_pages(pages, 16, PROMPT)
         expected.land(source_slots, slots[:PROMPT])

@@ -451,8 +451,7 @@ def test_dense_rows_land_in_hbm_and_sparse_ones_stay_in_dram_to_the_byte() -> No
 
 def test_verified_rows_are_copied_up_as_well() -> None:
     with hbm_pair(twin=False, verify=True) as (pair, memory):
-        pair.expect(1, 100)
-        pages = pair.send(1, 100)
+        pages = pair.begin(1, 100)
         ready, hbm = pair.ready(1), Expected(pair.target)
         hbm.land(slots_of_pages(pages, 16, 100), ready.slots["kv"])
         assert hbm.holds(memory)
@@ -464,8 +463,7 @@ def test_a_prompt_that_others_have_left_in_hbm_is_copied_up_once() -> None:
     with hbm_pair(twin=False) as (pair, _):
         prompt = np.arange(64)
         for room in (1, 2):
-            pair.expect(room, 64, prompt=prompt)
-            pair.send(room, 64)
+            pair.begin(room, 64, prompt=prompt)
             assert pair.ready(room).prefix == (0 if room == 1 else 64)
             pair.decode.release(room)
         assert core_of(pair.decode).post_landing.copied_bytes["dense"] == 64 * pair.target.layout.row_bytes
@@ -473,8 +471,7 @@ def test_a_prompt_that_others_have_left_in_hbm_is_copied_up_once() -> None:
 
 def test_a_room_larger_than_the_buffer_lands_byte_for_byte() -> None:
     with hbm_pair(twin=False, staging_rows=24) as (pair, memory):
-        pair.expect(1, 200)
-        pages = pair.send(1, 200)
+        pages = pair.begin(1, 200)
         ready, landed = pair.ready(1), Expected(pair.target)
         landed.land(slots_of_pages(pages, 16, 200), ready.slots["kv"])
         assert landed.holds(memory)

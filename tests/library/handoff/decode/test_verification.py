@@ -66,8 +66,7 @@ def test_rooms_are_verified_whatever_the_layouts(where: str, source: Any, target
     with verified_pair(model=model, source=source, target=target) as pair:
         expected = Expected(pair.target)
         for room, tokens in ((1, 5), (2, 100), (3, 77)):
-            pair.expect(room, tokens)
-            pages = pair.send(room, tokens)
+            pages = pair.begin(room, tokens)
             slots = pair.ready(room).slots["kv"]
             expected.land(slots_of_pages(pages, pair.source.page_size, tokens), slots)
         assert expected.holds(pair.arena)
@@ -114,8 +113,7 @@ def test_damage_in_the_arena_is_caught_before_anybody_reads_it(
     where: str, damage: Callable[[np.ndarray], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with verified_pair() as pair:
-        pair.expect(1, 20)
-        pair.send(1, 20)
+        pair.begin(1, 20)
         pair.ready(1)  # so that there is another room's row, which lies before the next room's
         if damage is not put_a_row_of_another_room:
             pair.decode.release(1)
@@ -129,8 +127,7 @@ def test_damage_in_the_arena_is_caught_before_anybody_reads_it(
                 damage(pair.arena)
 
         before_landed(monkeypatch, once)
-        pair.expect(2, 20)
-        pair.send(2, 20)
+        pair.begin(2, 20)
         failed = pair.failed(2)
         assert failed.cause is Cause.TRANSFER
         assert pair.prefill.endpoint in failed.detail
@@ -151,8 +148,7 @@ def test_a_row_of_the_pool_that_changes_between_read_and_write_is_caught(monkeyp
         # Compiled, both are one call. In numpy there is a moment between them.
         monkeypatch.setattr(copier.kernels, "native", lambda: NativeCopy(path=None, text="numpy"))
         monkeypatch.setattr(copier.kernels, "copy", late)
-        pair.expect(1, 20)
-        pair.send(1, 20)
+        pair.begin(1, 20)
         assert pair.failed(1).cause is Cause.TRANSFER
 
 
@@ -165,8 +161,7 @@ def test_a_prefill_that_sends_the_sum_of_something_else_fails_its_room_and_no_ot
     before_landed(monkeypatch, lie)
     with verified_pair() as pair:
         for room in (1, 2):
-            pair.expect(room, 20)
-            pair.send(room, 20)
+            pair.begin(room, 20)
         assert pair.failed(1).cause is Cause.TRANSFER
         pair.ready(2)
         pair.decode.release(2)
@@ -183,8 +178,7 @@ def test_a_prefill_that_knows_no_checksums_fails_its_rooms_with_that_reason(monk
 
     monkeypatch.setattr(PrefillSessions, "receive", older)
     with verified_pair() as pair:
-        pair.expect(1, 20)
-        pair.send(1, 20)
+        pair.begin(1, 20)
         assert "0 bytes of checksum" in pair.failed(1).detail
 
 
@@ -239,8 +233,7 @@ def test_a_reading_on_the_loop_that_breaks_fails_its_room_and_claims_no_slots(mo
         pair.ready(1)
         pair.decode.release(1)
         monkeypatch.setattr(checksum_copy, "checksum", broken)
-        pair.expect(2, 2)
-        pair.send(2, 2)
+        pair.begin(2, 2)
         assert "MemoryError: no room for a table" in pair.failed(2).detail
         pair.expect(3, 256)
         pair.send(3, 256, pages=pair.all_pages())
@@ -269,8 +262,7 @@ def test_a_room_that_fails_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -
 def test_closing_waits_for_what_is_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
     with verified_pair() as pair:
-        pair.expect(1, 20)
-        pair.send(1, 20)
+        pair.begin(1, 20)
         assert held.begun.wait(20)
         closer = threading.Thread(target=pair.decode.close)
         closer.start()

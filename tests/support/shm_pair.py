@@ -32,22 +32,15 @@ WRITER = 7
 
 
 class Process:
-    """tests/support/shm_writer.py, and what it forked."""
+    """A module of tests/support that writes, and what it forked."""
 
-    def __init__(self, reach: Reach, session: int = WRITER) -> None:
-        command = [
-            sys.executable,
-            str(REPO / "tests" / "support" / "shm_writer.py"),
-            str(session),
-            msgspec.json.encode(reach),
-        ]
+    def __init__(self, reach: Reach, session: int = WRITER, script: str = "shm_writer.py", *more: str) -> None:
+        writer = str(REPO / "tests" / "support" / script)
         self.started = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(REPO)},
-        )
+            [sys.executable, writer, str(session), msgspec.json.encode(reach), *more],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},
+        )  # fmt: skip
         self.forked: list[int] = []
 
     async def __aenter__(self) -> Process:
@@ -69,8 +62,8 @@ class Process:
         self.started.stdin.write(command + "\n")
         self.started.stdin.flush()
 
-    async def fork(self) -> int:
-        self.send("fork")
+    async def child(self, how: str) -> int:
+        self.send(how)
         self.forked.append(int(await self.receive()))
         return self.forked[-1]
 

@@ -76,7 +76,7 @@ async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(owner: ShmArena, 
 
 async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(owner: ShmArena, arena: ArenaMemory) -> None:
     async with Process(await owner.offer(WRITER)) as process:
-        child = await process.fork()
+        child = await process.child("fork")
         owner.revoke(WRITER)
         process.started.kill()
         process.started.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,32 +28,30 @@ class Rank:
     """One rank's cache: a layer of a model of eight heads, or of one latent, and two of a drafter."""
 
     def __init__(
-        self, raw: np.ndarray | None, ranks: Ranks, *, latent: bool, drafter: int, size: int, rows: str
-    ) -> None:
-        shapes = {"model.layers.0.attn": (1, 12) if latent else (MODEL, 8)}
-        shapes |= dict.fromkeys(("model.layers.1.attn", "draft_model.layers.0.attn"), (drafter, 2 * size))
-        self.views: dict[str, np.ndarray] = {}
+        self, tp_rank: int, tp_size: int, raw: np.ndarray | None = None, *, latent: bool, drafter: int, size: int,
+        rows: str,
+    ) -> None:  # fmt: skip
+        totals = {"model.layers.0.attn": (1, 12) if latent else (MODEL, 8)}
+        totals |= dict.fromkeys(("model.layers.1.attn", "draft_model.layers.0.attn"), (drafter, 2 * size))
         self.heads: dict[str, range] = {}
-        end = 0
-        for name, (total, width) in shapes.items():
-            count = max(1, total // ranks.tp_size)
-            first = ranks.tp_rank * total // ranks.tp_size
-            self.heads[name] = range(first, first + count)
-            shape = (BLOCKS, count, TOKENS, width)
-            end, first_byte = end + 4 * int(np.prod(shape)), end
-            if raw is not None:
-                self.views[name] = raw[first_byte:end].view(np.float32).reshape(shape)
-        self.byte_count = end
-        if raw is None:
-            return
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (total, width) in totals.items():
+            count, first = max(1, total // tp_size), tp_rank * total // tp_size
+            self.heads[name], shapes[name] = range(first, first + count), (BLOCKS, count, TOKENS, width)
+        ends = np.cumsum([0, *[4 * int(np.prod(shape)) for shape in shapes.values()]]).tolist()
+        raw = np.zeros(ends[-1], np.uint8) if raw is None else raw
+        self.views = {
+            name: raw[first:end].view(np.float32).reshape(shape)
+            for (name, shape), (first, end) in zip(shapes.items(), pairwise(ends), strict=True)
+        }
         base = raw.ctypes.data
         views = {name: torch.from_numpy(view) for name, view in self.views.items()}
         kinds = {name: tokens_of(view, latent and name.startswith("model.layers.0")) for name, view in views.items()}
-        model = Heads(1 if latent else MODEL, ranks, 4)
+        model = Heads(1 if latent else MODEL, Ranks(tp_rank, tp_size), 4)
 
         def described(**more: Any) -> Pools:
-            totals = dict.fromkeys(list(views)[1:], drafter)
-            return pools_of(views, blocks=BLOCKS, tokens=TOKENS, heads=model, base=base, totals=totals, **more)
+            of_drafter = dict.fromkeys(list(views)[1:], drafter)
+            return pools_of(views, blocks=BLOCKS, tokens=TOKENS, heads=model, base=base, totals=of_drafter, **more)
 
         match rows:
             case "blocks":
@@ -88,12 +87,6 @@ def numbers(layer: int, head: int, width: int) -> np.ndarray:
     return of_head + 100_000 * layer + 10_000 * head
 
 
-def rank_of(tp_rank: int, tp_size: int, raw: np.ndarray | None = None, **model: Any) -> Rank:
-    if raw is None:
-        raw = np.zeros(Rank(None, Ranks(tp_rank, tp_size), **model).byte_count, np.uint8)
-    return Rank(raw, Ranks(tp_rank, tp_size), **model)
-
-
 @pytest.mark.parametrize("rows", ["blocks", "tokens", "auto"])
 @pytest.mark.parametrize(("latent", "drafter", "size"), [(False, 4, 4), (False, 8, 2), (True, 8, 4), (True, 2, 4)])
 @pytest.mark.parametrize(("prefill", "decode"), TP_SIZES)
@@ -101,7 +94,7 @@ def test_each_head_of_a_drafter_has_one_sender(
     prefill: int, decode: int, latent: bool, drafter: int, size: int, rows: str
 ) -> None:
     model: dict[str, Any] = {"latent": latent, "drafter": drafter, "size": size, "rows": rows}
-    check_covered(lambda tp_rank, tp_size: rank_of(tp_rank, tp_size, **model).pools, prefill, decode)
+    check_covered(lambda tp_rank, tp_size: Rank(tp_rank, tp_size, **model).pools, prefill, decode)
 
 
 @pytest.mark.parametrize("rows", ["blocks", "tokens", "auto", "auto, other blocks"])
@@ -116,13 +109,13 @@ def test_the_heads_of_a_drafter_land_at_the_ranks_that_have_them(
 
     with world() as made:
         for tp_rank in range(prefill):
-            rank = rank_of(tp_rank, prefill, **model)
+            rank = Rank(tp_rank, prefill, **model)
             rank.fill()
             base = next(iter(rank.views.values())).ctypes.data
             made.add_prefill(rank, rank.pools, base, Ranks(tp_rank, prefill))
         for tp_rank in range(decode):
             arena = ArenaMemory.create(1 << 16)
-            rank = rank_of(tp_rank, decode, np.frombuffer(arena.mapping.view, np.uint8), **model | {"rows": rows[:6]})
+            rank = Rank(tp_rank, decode, np.frombuffer(arena.mapping.view, np.uint8), **model | {"rows": rows[:6]})
             made.add_decode(rank, rank.pools, arena, Ranks(tp_rank, decode))
         made.receive("r", "r", PROMPT, TARGET)
         made.send("r", "r", PROMPT, SOURCE)

@@ -66,14 +66,6 @@ def test_the_head_of_the_queue_alone_is_admitted_and_only_if_its_rows_and_bytes_
         assert queue.inflight_bytes == sum(each.inflight_bytes for each, _ in flying)
 
 
-def test_what_an_empty_arena_could_not_hold_is_refused_forever() -> None:
-    queue, _ = admission()
-    with pytest.raises(ArenaFullError, match=r"'kv': 65.*'kv': 64") as refused:
-        queue.check((KV + 1, 1), rooms=0)
-    assert refused.value.retry_ms is None
-    queue.check((KV, C4), rooms=0)
-
-
 @pytest.mark.parametrize(("queued", "rooms", "field"), [(3, 3, "queue_max 3"), (0, 5, "rooms_max 5")])
 def test_what_is_full_now_is_refused_with_a_hint_when_to_ask_again(queued: int, rooms: int, field: str) -> None:
     queue, _ = admission()

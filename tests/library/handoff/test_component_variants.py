@@ -70,13 +70,6 @@ def test_a_grant_names_the_twin_that_its_flag_selects_and_never_the_other(
     assert end.core.idle
 
 
-def test_dense_and_sparse_rooms_lie_side_by_side(end: TwinEnd) -> None:
-    sparse, dense = (end.granted(room, tokens=8, enable_hisparse=not room) for room in (0, 1))
-    assert of(end.land(sparse), RoomReady)
-    assert of(end.land(dense), RoomReady)
-    assert end.free == [SLOTS - 8, SLOTS - 4, DENSE_SLOTS - 8]
-
-
 def test_landed_is_held_against_the_bytes_of_one_twin(end: TwinEnd) -> None:
     grant = end.granted(1, tokens=8, enable_hisparse=True)
     both = kv_bytes(8) + 8 * LAYERS * ROW

@@ -153,20 +153,6 @@ def test_a_grant_that_came_for_a_room_of_another_peer_before_it_was_open_fails_a
     assert {write.session for write in of(end.push(), fx.Write)} == {HONEST}
 
 
-def test_one_grant_too_many_fails_alone(end: PrefillEnd) -> None:
-    end.up()
-    end.open()
-    end.receive(grant())
-    end.up(HOSTILE, peer="d1")
-    effects = end.receive(grant(1, at=20, session=HOSTILE), peer="d1")
-    (failed,) = sent(effects, Failed)
-    assert failed.detail == "grants: one more than the 1 that the engine expects"
-    (failed,) = sent(end.receive(grant(2, at=20)), Failed)
-    assert failed.detail == "grants: session 0xa0 has two for room 0000000000000001"
-    assert of(effects, fx.RoomFailed) == []
-    assert len(of(end.push(), fx.Write)) == 2
-
-
 def test_a_grant_of_other_tokens_than_the_engine_has_fails_the_room_with_both_values(end: PrefillEnd) -> None:
     end.up()
     end.open(tokens=9)

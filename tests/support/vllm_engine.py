@@ -98,6 +98,11 @@ class VllmEngine(JsonProcess):
     ) -> None:
         super().__init__(python, "tests.support.vllm_driver", log, ENVIRONMENT | dict(environment or {}))
         self._names = count()
+        if DEVICE == "cpu" and '"kv_lora_rank"' in (model / "config.json").read_text():
+            # Where a processor has AMX, vLLM takes another one, which refuses weights of four bytes a number.
+            options = {"attention_config": {"backend": "CPU_MLA"}} | options
+            if drafts := options.get("speculative_config"):
+                options["speculative_config"] = {"attention_backend": "CPU_MLA"} | drafts
         self._started = self.submit(
             "start", model=str(model), dtype=dtype, skip_tokenizer_init=True,
             **{"kv_cache_memory_bytes": KV_BYTES} | OPTIONS | options,

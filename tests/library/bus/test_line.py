@@ -247,6 +247,7 @@ async def test_what_is_read_at_once_and_not_taken_yet_is_bounded() -> None:
             accepted += ends.theirs.send((pack("<I", 4) + b"full") * 8_192)
         ends.line.read_now()
     assert len(ends.taken) == 1
+    assert len(ends.line._received) <= 2 * LIMITS.line_queue_bytes < accepted
     assert accepted < 4 * LIMITS.line_queue_bytes, "what is read, and what the kernel holds"
     ends.line.close()
 

@@ -206,6 +206,14 @@ def test_ranks_that_are_started_one_by_one_find_each_other_and_report_where_they
             each.communicate()
 
 
+def test_what_is_wrong_with_one_rank_alone_is_reported_by_it() -> None:
+    flags = ("--engine", ENGINE, "--engine-option", "fault=rank", "--bind", "tcp://127.0.0.1:0", "--listen", "")
+    worker = start("prefill", "--tp-size", "2", *flags)
+    _, output = worker.communicate(timeout=3 * PATIENCE_S)
+    assert worker.returncode == 1
+    assert "as the test wants it" in output
+
+
 async def test_no_rank_of_a_worker_without_a_model_loads_torch(group: Site) -> None:
     await group.served(options=OPTIONS)
     for daemon in (group.prefill, group.decode):

@@ -2,9 +2,9 @@
 
 Options beside the engine's own: `model`: plain, reference, or else stamp; `step_ms`, how long every step takes at
 least; `fault`, what goes wrong with a prompt that starts with a question mark ("refuse": it finds no place on a device
-of HiSparse, unless its rank leads), or at its warm-up ("cold"); `gates`: a directory (fleets.Gates), and while there
-is a file of this engine's role in it, it makes no step, but one when it has admitted rooms; while there is one called
-warm-up, that takes as long.
+of HiSparse, unless its rank leads), at its warm-up ("cold"), or where it is made by a rank that does not lead ("rank");
+`gates`: a directory (fleets.Gates), and while there is a file of this engine's role in it, it makes no step, but one
+when it has admitted rooms; while there is one called warm-up, that takes as long.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ def create(config: EngineConfig) -> Any:
     options = dict(config.options)
     own = {"step_ms": float(options.pop("step_ms", 0)), "fault": options.pop("fault", "")}
     own["gates"] = options.pop("gates", "/nowhere")
+    if own["fault"] == "rank" and config.group.ranks.tp_rank > 0:
+        raise RuntimeError("as the test wants it")
     match options.pop("model", ""):
         case "plain":
             make = plain.create

@@ -203,6 +203,8 @@ def table(wanted: Sequence[Group]) -> str:
             lines.append(f"{group.name:<18}{'-':<100}not started")
         elif group.interrupted or not group.results:
             lines.append(f"{group.name:<18}{'-':<100}{'interrupted' if group.interrupted else 'no result'}")
+        elif group.process.returncode not in (0, 1):  # neither all passed nor one failed
+            lines.append(f"{group.name:<18}{'-':<100}pytest ended with status {group.process.returncode}")
     counts = Counter(result["outcome"] for group in wanted for result in group.results)
     lines.append(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) or "no test has ended")
     return "\n".join(lines)

@@ -247,6 +247,13 @@ async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_
     assert both.right
 
 
+async def test_a_write_without_rows_lands_without_a_launch(both: Pair, gpu: FakeGpu) -> None:
+    both.want(both.write(EVERY[:0], EVERY[:0], grant=1))
+    await until(lambda: len(both.ended) == 1)
+    assert both.ended[0][1] is Outcome.LANDED
+    assert gpu.preparations == 0
+
+
 async def test_an_urgent_write_reports_that_it_is_near_from_its_last_event_until_it_has_landed(
     gpu: FakeGpu, both: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -309,6 +309,16 @@ async def test_a_session_has_as_many_engines_as_both_sides_take(library: Library
         assert (it.memory.mapping.array[: LARGE * it.target.layout.row_bytes] == 7).all()
 
 
+def test_the_last_that_an_engine_has_logged_is_reported_with_its_end() -> None:
+    engine = process.EngineProcess.__new__(process.EngineProcess)
+    with open(os.memfd_create("log"), "r+b") as file:
+        engine._log = file.fileno()
+        assert engine.last_log() == ""
+        os.write(engine._log, b"I1 engine.cpp:1] it starts\n" * 400 + b"E1 engine.cpp:2] no route to host\n")
+        os.write(engine._log, b"I1 engine.cpp:3] Local segment descriptor\nplain text\n")
+        assert engine.last_log() == " (no route to host)"
+
+
 @pytest.mark.parametrize(
     ("field", "texts"),
     [

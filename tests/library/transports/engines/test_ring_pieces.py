@@ -28,7 +28,8 @@ def test_pieces_are_all_rows_of_all_planes_once_and_fit(names: tuple[str, str], 
     for piece in pieces:
         part = seen[piece.first : piece.end, piece.low : piece.high]
         part += 1
-        byte_count = (piece.end - piece.first) * int(by.pairing.table[piece.low : piece.high, 6].sum())
+        byte_count = piece.room * int(by.pairing.table[piece.low : piece.high, 6].sum())
+        assert piece.rows <= piece.room
         assert byte_count <= (PIECE_BYTES if straight else SLOT_BYTES)
         assert part.size <= OPERATIONS_MAX or (part.shape[1] == 1 and not straight)
         assert by.last(piece, rows) == (piece is pieces[-1])

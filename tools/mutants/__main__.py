@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--tests", action="append", help="run these instead of the set's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="clones that run beside each other")
+    parser.add_argument("--jobs", type=int, default=3, help="clones that run beside each other")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no mutant after these")
     parser.add_argument("--seconds", type=int, default=240, help="the longest run of tests for a mutant")
     parser.add_argument("--test-seconds", type=int, default=20, help="the longest test")

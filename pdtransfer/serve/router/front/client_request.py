@@ -109,7 +109,7 @@ class ClientRequest:
             parent_span=self.parent_span,
             key_name=self.key_name,
             prompt_tokens=self.prompt_tokens,
-            cached_tokens=None if None in cached or not cached else sum(count or 0 for count in cached),
+            cached_tokens=None if None in cached or not cached else sum(filter(None, cached)),
             tokens=tokens,
             kv_bytes=kv_bytes,
             reason=rooms[-1].reason if rooms and self.cause is None else "",

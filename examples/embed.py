@@ -129,12 +129,12 @@ def decode(source: str) -> None:
 def main() -> None:
     logging.getLogger("pdtransfer").setLevel(logging.ERROR)  # a peer that shuts down is a warning
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    child = spawn.Process(target=prefill, args=(theirs,))
+    receiver, sender = spawn.Pipe()
+    child = spawn.Process(target=prefill, args=(sender,))
     child.start()
-    theirs.close()
+    sender.close()
     try:
-        decode(ours.recv())
+        decode(receiver.recv())
         child.join(TIMEOUT_S)
     finally:
         child.kill()

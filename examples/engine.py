@@ -91,7 +91,7 @@ class Rows:
             rows[slots] = (row_stamps + np.uint64(layer))[:, None]
 
     def right(self, slots: NDArray[np.int64], row_stamps: NDArray[np.uint64]) -> bool:
-        """Whether every layer holds these stamps."""
+        """True if every layer holds these stamps."""
         return all(
             bool((rows[slots] == (row_stamps + np.uint64(layer))[:, None]).all())
             for layer, rows in enumerate(self._layers)
@@ -122,7 +122,7 @@ class Prefill:
 
     @property
     def idle(self) -> bool:
-        """Whether step() would do nothing."""
+        """True if step() would do nothing."""
         return not self._rooms
 
     def admit(self, request: Request) -> bool:
@@ -186,7 +186,7 @@ class Decode:
 
     @property
     def idle(self) -> bool:
-        """Whether step() would do nothing."""
+        """True if step() would do nothing."""
         return not self._rooms
 
     @property

@@ -52,7 +52,7 @@ def rank_environment() -> dict[str, str]:
 
 
 def led() -> bool:
-    """True if this process is a rank that its leader has started, and reads its signal from standard input."""
+    """True if a leader has started this rank, which then waits for it on standard input before it reports an error."""
     return os.environ.get(_LED) == "1"
 
 

@@ -83,7 +83,7 @@ class Limits:
     room_deadline_ms: int = 60_000  # a room that nobody ends ends here
     resend_ms: int = 200  # an unanswered request is repeated this often at first
     resend_ms_max: int = 2_000  # and this often at last
-    ping_ms: int = 500  # how often a quiet peer is asked whether it lives
+    ping_ms: int = 500  # how often a quiet peer is pinged
     slow_ms: int = 2_000  # after this much silence a peer gets nothing new, and with evidence of its death it is lost
     silence_ms: int = 10_000  # after this much it is lost in any case: processes of a busy host pause for seconds
     forget_ms: int = 600_000  # a dialled peer that was silent for this long and has nothing left to end is forgotten

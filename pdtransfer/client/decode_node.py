@@ -125,7 +125,7 @@ class DecodeNode:
 
     @staticmethod
     def _landing(components: Sequence[Component], arena: ArenaMemory) -> tuple[Component, ...] | None:
-        """The components as writers see them that do not reach the GPU, where that is not as others do."""
+        """The components for writers that do not reach the GPU; None if these are the same as for others."""
         if arena.hbm is None or all(component.memory == "dram" for component in components):
             return None
         return staged(components, base=arena.staging_base, byte_count=arena.staging_bytes)

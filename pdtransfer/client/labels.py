@@ -1,4 +1,4 @@
-"""Names that two engines agree on without talking: rooms by an engine's own label, weights by what they are made of."""
+"""Names on which two engines agree without a message: rooms by an engine's own label, weights by their contents."""
 
 from __future__ import annotations
 

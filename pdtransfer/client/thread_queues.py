@@ -56,13 +56,13 @@ class ThreadQueues(Generic[EventForEngine]):
         return events
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits until `poll` has events, or until the timeout; whether it has."""
+        """Waits until `poll` has events, or until the timeout; returns True if it has any."""
         waiting = select.poll()
         waiting.register(self._fd, select.POLLIN)
         return bool(waiting.poll(None if timeout_s is None else timeout_s * 1e3))
 
     def wait_for(self, wanted: Callable[[EventForEngine], bool], timeout_s: float) -> bool:
-        """Waits until an event that `wanted` accepts waits for `poll`, or until the timeout; whether there is one."""
+        """Waits until `poll` has an event that `wanted` accepts, or until the timeout; returns True if it has one."""
         watcher = wanted, threading.Event()
         self._watchers.append(watcher)
         try:

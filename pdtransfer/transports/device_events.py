@@ -23,7 +23,7 @@ class EventQueue:
     """Makes the calls of one key, such as a room, in order: each once its event has fired, at once if it has."""
 
     def __init__(self, broken: Callable[[Any, Exception], None]) -> None:
-        """`broken` gets a key whose event cannot be queried any more; earlier calls may still be under way."""
+        """`broken` is called with a key whose event has failed; calls made for it before may still be under way."""
         self._broken = broken
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Hashable, deque[tuple[Event | None, Callable[[], None]]]] = {}

@@ -26,7 +26,7 @@ class Network:
     ports: tuple[int, int] = (21_000, 21_999)  # [first, last], to listen on
     protocol: Protocol = "tcp"
     bind: str = ""  # where peers reach the node itself, tcp://host:port; empty: not known here
-    # Whether peers of this node are on its own host alone: auto then takes nothing that listens beyond it.
+    # True if all peers of this node are on its own host: auto then skips transports that listen on other interfaces.
     loopback: bool = False
     guard: PortGuard | None = None  # opens their ports to peers with a session alone; NodeSettings bring it
     keep_line: KeepLine | None = None  # on the loop's thread; a node brings it. None: hand-overs leave no line

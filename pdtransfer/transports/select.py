@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def place() -> str:
-    """Identity.place: an arena can be handed to a process of an equal place."""
+    """Identity.place: processes with an equal place can share an arena."""
     return f"{host()} {os.readlink('/proc/self/ns/mnt')} {os.geteuid()}"
 
 
@@ -178,7 +178,7 @@ class DecodeTransports(_NodeTransports[ArenaTransport]):
         return await transport.offer(session, own_host)
 
     def fence(self, session: int) -> bool:
-        """Revokes what was offered; whether the session is quiet by now."""
+        """Revokes what was offered; returns True if the session is quiet by now."""
         if (transport := self._of(session)) is None:
             return True
         transport.revoke(session)

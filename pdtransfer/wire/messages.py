@@ -97,12 +97,12 @@ class Member(Struct, array_like=True, frozen=True):
 class Fact(Struct, array_like=True, frozen=True):
     """One of the facts that `weights` is a digest of, or that help a person to tell two engines apart."""
 
-    name: Name  # what it is, such as block_size
-    value: Text  # what it is at this node
+    name: Name  # of the fact, such as block_size
+    value: Text  # its value at this node
 
 
 class Identity(Struct, array_like=True, frozen=True):
-    """Who a node says it is: what Hello and Welcome carry."""
+    """The identity of a node, as Hello and Welcome carry it."""
 
     node: Name  # its name, for people, and its identity where there are no keys
     role: Literal["prefill", "decode", "router"]  # what it does
@@ -132,7 +132,7 @@ class Withdrawn(Struct, array_like=True, frozen=True):
 
 
 class Hello(_Wire, frozen=True):
-    """Opens a connection; says which versions the dialler speaks, and repeats until Welcome or Reject."""
+    """Opens a connection with the versions that the dialler speaks; is repeated until Welcome or Reject."""
 
     kind = 1
     version_min: Count16  # the lowest version that the dialler speaks
@@ -183,7 +183,7 @@ class StagedLayout(Struct, array_like=True, frozen=True):
 
 
 class Register(_Wire, frozen=True):
-    """Opens a session: what this writer may write, and how; repeats until Registered says that all bytes are ready."""
+    """Opens a session: what this writer may write, and how; is repeated until Registered reports all bytes ready."""
 
     kind = 4
     session: Id64  # a random u64 that decode mints, never 0; every message down to Drained opens with it
@@ -491,8 +491,8 @@ class Goodbye(_Wire, frozen=True):
 class Setting(Struct, array_like=True, frozen=True):
     """Something that must be the same on all ranks of a worker."""
 
-    name: Name  # what it is
-    value: Text  # what it is on this rank
+    name: Name  # of the setting
+    value: Text  # its value on this rank
 
 
 class RankJoin(_Wire, frozen=True):
@@ -548,7 +548,7 @@ class StepOrders(_Wire, frozen=True):
 
 
 class RankFailed(_Wire, frozen=True):
-    """The room has failed: on this rank, or as the leader says on another, or for good."""
+    """The room has failed: on this rank, or as the leader reports on another, or for good."""
 
     kind = 37
     number: RankNumber  # as RankRoom's

@@ -281,7 +281,7 @@ def _query_prefill_dp_ranks(original: Any, bootstrap_addr: str, bootstrap_rooms:
 
 
 def _get_internal_state(original: Any, scheduler: Any, *args: Any, **named: Any) -> Any:
-    """What /server_info tells of this scheduler: what peers compare of its rank, how long a request may be, and which
+    """What /server_info reports of this scheduler: what peers compare of its rank, how long a request may be, and which
     wait for decode's memory."""
     answer = original(scheduler, *args, **named)
     if process.identity is not None:

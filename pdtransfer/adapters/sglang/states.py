@@ -84,7 +84,7 @@ def drop_empty_states(args: Any) -> None:
 def states_fact(
     args: Any, tp_size: int, of_model: Sections | None, of_all_stages: Callable[[list[str]], Iterable[list[str]]]
 ) -> dict[str, str]:
-    """The fact that says what items there are, for `item_parts`; none of a model without these states. `of_all_stages`
+    """The fact that names the items, for `item_parts`; none of a model without these states. `of_all_stages`
     has what each pipeline stage passes to it."""
     of_this_stage = [
         described(parts, tp_size)

@@ -176,7 +176,7 @@ def _parts(spec: Any) -> list[StatePart]:
 
 
 def states_fact(kv_cache_config: Any, groups: Groups, tp_size: int) -> dict[str, str]:
-    """The fact that says what states the groups have; none of a model without states."""
+    """The fact that names the states of the groups; none of a model without states."""
     parts = states_of(kv_cache_config, groups)
     texts = [
         f"{group.name} {'all of ' if group.kind.holder == 'every' else ''}{text}"
@@ -205,7 +205,7 @@ def kv_views(views: Views, groups: Groups) -> dict[str, Any]:
 
 
 def facts_of_model(vllm_config: Any, views: Views) -> dict[str, Any]:
-    """All that makes two caches the same numbers for the same tokens, in whatever engine."""
+    """The settings that must be equal for two caches to hold the same KV of a token, in any engine."""
     model = vllm_config.model_config
     facts = model_facts(
         model.hf_text_config.to_dict(), dtype=model.dtype, cache=_cache_dtype(views), quantization=model.quantization

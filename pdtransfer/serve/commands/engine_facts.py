@@ -1,4 +1,4 @@
-"""`pdtransfer doctor PREFILL DECODE`: whether two engines fit, by what their servers tell before the first request.
+"""`pdtransfer doctor PREFILL DECODE`: compares two engines by what their servers report before the first request.
 
 An SGLang server reports it in /server_info, a daemon in /health. A vLLM server does in the answer to a request of one
 token, since vLLM has no page that a connector can write to. How long a request may be is what a router would read.
@@ -127,7 +127,7 @@ class _Server(HttpClient):
     """One engine's server."""
 
     def identity(self) -> ShownIdentity:
-        """What it tells. Raises WorldError."""
+        """The facts that it reports. Raises WorldError."""
         try:
             for ask in (self._of_sglang, self._of_daemon, self._of_vllm):
                 if (shown := ask()) is not None:

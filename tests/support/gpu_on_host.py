@@ -13,8 +13,7 @@ import numpy as np
 from pdtransfer.errors import WorldError
 from pdtransfer.kernels.arguments import CopyArgument
 from pdtransfer.kernels.driver import Calls
-from pdtransfer.kernels.gpu import Gpu, words
-from pdtransfer.kernels.tables import DeviceTables
+from pdtransfer.kernels.gpu import DeviceTables, Gpu, words
 
 
 class GpuOnHost(Gpu):

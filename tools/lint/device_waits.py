@@ -85,7 +85,7 @@ MAY_WAIT_FOR_A_WHOLE_DEVICE = {
 
 # A wait for one stream inside the driver, which may hold up who asks it for an event; others sleep until theirs fires.
 WAITS_FOR_A_STREAM = {
-    "kernels.tables.DeviceTables.acquire": "for an upload of some KiB, on a stream of its own",
+    "kernels.gpu.DeviceTables.acquire": "for an upload of some KiB, on a stream of its own",
     "kernels.gpu.Gpu.clear": "at the start",
     "kernels.ring.lanes.StagingRing.run": "where a launch has failed",
     "transports.gpu_launcher.GpuLauncher.fetch": "where every byte is read back to be summed",

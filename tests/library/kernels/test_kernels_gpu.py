@@ -17,9 +17,9 @@ import torch
 
 from pdtransfer.kernels import driver
 from pdtransfer.kernels import gpu as gpus
+from pdtransfer.kernels.gpu import DeviceTables
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import PageSlots, PinnedCancel, Pool, Progress, State
-from pdtransfer.kernels.tables import DeviceTables
 from pdtransfer.layout.layout import Layout, Plane
 from tests.support.layout_tensors import CANARY, Model, c4, dsa_index, mla
 from tests.support.layout_tensors import Pool as Tensors

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import WorldError
-from pdtransfer.kernels.tables import DeviceTables
+from pdtransfer.kernels.gpu import DeviceTables
 
 STREAM, OTHER, SIDE = 3, 4, 9
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import pytest
 
@@ -11,14 +12,9 @@ from tools.lint import arrays, asserts, ceilings, device_waits, modules, tests_t
 from tools.lint.sources import REPO, Source, parsed
 
 Rule = Callable[[Iterable[Source]], Iterator[str]]
-
-
-def alike(files: Iterable[Source]) -> Iterator[str]:
-    return modules.duplicate_functions(files, size_min=0)
-
-
-def locals_(files: Iterable[Source]) -> Iterator[str]:
-    return words.locals_(files, {})
+of_peers = asserts.checks_of_peers
+alike = partial(modules.duplicate_functions, size_min=0)
+locals_ = partial(words.locals_, locals_max={})
 
 
 @pytest.mark.parametrize(
@@ -32,6 +28,11 @@ def locals_(files: Iterable[Source]) -> Iterator[str]:
         (modules.environment_readers, "pdtransfer/x.py", "import os\nos.environ['A']", "x.py:2: only"),
         (modules.environment_readers, "pdtransfer/x.py", "from os import getenv", "x.py:1: only"),
         (alike, "x.py", "def f(x: int) -> int:\n '''A.'''\n return x + 1\ndef g(x):\n return x + 1", "x.py:4: g does"),
+        (of_peers, "x.py", "def f(a: str, m: Hello) -> None:\n assert m.identity.role == 'router'", "x.py:2: "),
+        (of_peers, "x.py", "def f(m: Hello) -> None:\n a = m.identity\n assert a.role == 'b'", "x.py:3: "),
+        (of_peers, "x.py", "def f(m: Message):\n match m:\n  case Grant(grant=n):\n   assert n > 0", "x.py:4: "),
+        (of_peers, "x.py", "def f(m: Grant):\n for part in m.parts:\n  assert part.extents", "x.py:3: "),
+        (of_peers, "x.py", "async def f(*, m: zmq.Frame):\n if (a := len(m)) > 3:\n  assert a < 9", "x.py:3: "),
         (tests_tree.imports, "tests/x.py", "from tests.library.test_a import b", "tests.library.test_a.b"),
         (tests_tree.imports, "tests/x.py", "import tests.conftest", "tests.conftest"),
         (words.phrases_shown, "x.py", "raise ValueError(f'{a} is none of {b}')", "x.py:1: 'is none of' in a text"),
@@ -70,6 +71,7 @@ def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, com
         (modules.environment_readers, "pdtransfer/environment.py", "import os\nos.environ['A']"),
         (alike, "x.py", "def f(x):\n return x + 1\ndef g(x):\n return x + 2"),
         (alike, "x.py", "def f(x):\n return x + 1\nasync def g(x):\n return x + 1"),
+        (of_peers, "x.py", "def f(self, m: Message) -> None:\n assert self.room is not None"),
         (tests_tree.imports, "tests/x.py", "from tests.support.waiting import until"),
         (words.phrases_shown, "x.py", "# Refused for ever.\nraise ValueError('must be one of a, b')"),
         (words.phrases_shown, "x.py", "def f():\n 'So many.'\nclass A:\n 'As ever.'\n a: str\n 'There is none.'"),
@@ -81,6 +83,24 @@ def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, com
 )
 def test_what_a_rule_allows_is_not_found(rule: Rule, path: str, text: str) -> None:
     assert list(rule([parsed(text, path)])) == []
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("from pdtransfer.x import b", "import pdtransfer.x.a"),
+        ("def f():\n from . import b", "from .a import C"),
+        ("from ..x.b import C", "if TYPE_CHECKING:\n from pdtransfer.x import a"),
+        ("from . import f", "from . import a"),
+        ("from .c import D", "from .a import C"),
+    ],
+)
+def test_files_that_import_each_other_are_found(a: str, b: str) -> None:
+    texts = {"__init__": "from .b import f", "a": a, "b": b, "c": "from . import b"}
+    package = [parsed(text, f"pdtransfer/x/{name}.py") for name, text in texts.items()]
+    (circle,) = modules.circles(package)
+    assert {"pdtransfer.x.a", "pdtransfer.x.b"} <= set(circle.partition(" in a circle: ")[2].split(", "))
+    assert not list(modules.circles([*package[:2], package[3]]))
 
 
 def test_a_helper_of_general_use_is_defined_once() -> None:
@@ -101,26 +121,6 @@ def test_private_reads_are_counted_and_ones_own_are_none() -> None:
     assert list(tests_tree.private_reads(files, reads_max=2)) == []
     reads = list(tests_tree.private_reads(files, reads_max=1))
     assert sorted(read.split(", ")[1].partition(";")[0] for read in reads) == ["a.b._c", "self.g._h"]
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        "def hello(peer: str, message: Hello) -> None:\n    assert message.identity.role == 'router'",
-        "def hello(message: Hello) -> None:\n    theirs = message.identity\n    assert theirs.role == 'router'",
-        "def take(m: Message) -> None:\n    match m:\n        case Grant(grant=n):\n            assert n > 0",
-        "def take(grant: Grant) -> None:\n    for part in grant.parts:\n        assert part.extents",
-        "async def take(*, frame: zmq.Frame) -> None:\n    if (size := len(frame)) > 3:\n        assert size < 9",
-    ],
-)
-def test_an_assertion_about_what_a_peer_sent_is_found(lines: str) -> None:
-    (found,) = asserts.checks_of_peers([parsed(lines)])
-    assert found.startswith(f"x.py:{lines.count(chr(10)) + 1}: ")
-
-
-def test_assertions_about_our_own_state_are_ours_to_make() -> None:
-    ours = parsed("def take(self, m: Message) -> None:\n    assert self.room is not None")
-    assert list(asserts.checks_of_peers([ours])) == []
 
 
 @pytest.mark.parametrize("field", ["NDArray[np.int64]", "dict[str, Tensor] | None", "Words", "np.ndarray"])

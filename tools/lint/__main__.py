@@ -15,6 +15,7 @@ def complaints() -> Iterator[str]:
     yield from modules.opening_sentences(both)
     yield from modules.core_without_io(both)
     yield from modules.environment_readers(package)
+    yield from modules.circles(both)
     yield from asserts.checks_of_peers(package)
     yield from arrays.comparing_dataclasses(package)
     yield from device_waits.device_wide(both)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 
 from .sources import FUNCTIONS, REPO, Source
 
@@ -65,6 +66,37 @@ def environment_readers(files: Iterable[Source]) -> Iterator[str]:
         for node in source.nodes(ast.ImportFrom):
             if node.module == "os" and ENVIRONMENT & {imported.name for imported in node.names}:
                 yield source.complaint(node, text)
+
+
+def circles(files: Iterable[Source]) -> Iterator[str]:
+    """No file imports one that imports it, itself or by others. Reports one circle at a time.
+
+    Imports within functions and for types alone count too: a reader of either file needs the other as well. An import
+    of a module is not one of the package around it.
+    """
+    modules = {source.module: source for source in files}
+    imports = {module: dict(_imported(source, modules)) for module, source in modules.items()}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        # Each file is imported by the next.
+        circle = list(reversed(error.args[1]))
+        node = imports[circle[0]][circle[1]]
+        yield modules[circle[0]].complaint(node, f"files import each other in a circle: {', '.join(circle)}")
+
+
+def _imported(source: Source, modules: Collection[str]) -> Iterator[tuple[str, ast.AST]]:
+    names = [(name.name, "", node) for node in source.nodes(ast.Import) for name in node.names]
+    for node in source.nodes(ast.ImportFrom):
+        # The first dot is the package itself, which a module's own name is not.
+        parents = source.module.split(".")
+        parents = parents[: len(parents) - node.level + source.path.endswith("/__init__.py")] if node.level else []
+        base = ".".join((*parents, *filter(None, [node.module])))
+        names += [(f"{base}.{name.name}", base, node) for name in node.names]
+    for name, base, node in names:
+        module = name if name in modules else base
+        if module in modules and module != source.module:
+            yield module, node
 
 
 def duplicate_functions(files: Iterable[Source], size_min: int) -> Iterator[str]:

@@ -36,7 +36,7 @@ PLOTS: dict[str, tuple[Path, Fleets]] = {
     ),
 }
 _ROW = re.compile(r"^\| (\w+) \| ([\d,]+) \| 1 \|.*\| ([\d,.]+), [\d,.]+ \| [^|]+ \|$", re.MULTILINE)
-_WIDTH, _LEFT, _TOP, _BAR, _GAP = 720, 96, 58, 17, 15
+_WIDTH, _LEFT, _TOP, _BAR, _GAP = 720, 96, 52, 15, 9
 _LOWEST_MS, _HIGHEST_MS = 1.0, 3000.0
 _STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #1f2328 }
@@ -91,18 +91,18 @@ def drawn(figures: dict[int, dict[str, float]], fleets: Fleets) -> str:
         for ms, text in ((1, "1"), (10, "10"), (100, "100"), (1000, "1,000 ms, log scale"))
     ]
     names = [
-        f'<rect class="{name}" x="{_LEFT + 110 * at}" y="28" width="12" height="12" rx="2"/>'
-        f'<text x="{_LEFT + 110 * at + 18}" y="39">{label}</text>'
+        f'<rect class="{name}" x="{_LEFT + 110 * at}" y="24" width="12" height="12" rx="2"/>'
+        f'<text x="{_LEFT + 110 * at + 18}" y="35">{label}</text>'
         for at, (_, name, label) in enumerate(fleets.values())
     ]
-    height = y + 18
+    height = y + 12
     title = "From prefill's answer to decode's first token, median, by prompt length in tokens"
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img">',
             f"<title>{title}</title>",
             f"<style>{_STYLE}</style>",
-            f'<text x="0" y="16">{title}</text>',
+            f'<text x="0" y="14">{title}</text>',
             *names,
             *axis,
             *lines,

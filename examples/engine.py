@@ -8,7 +8,7 @@
 describes every call that an engine receives; here is the least that serves completions over HTTP.
 
 The KV of position p in a layer is a stamp of the layer and of tokens 0 to p, repeated over the row. The token at index
-i of an answer is a hash of the prompt and i. At every step decode compares each row of each room with its stamp, so a
+i of an answer is a hash of the prompt and i. At every step decode compares each row of each room with its stamp. So a
 byte that did not arrive, or belongs to another room, fails the request with `WRONG`.
 """
 

@@ -2,7 +2,7 @@
 
 Run it with the interpreter that has the engine, pytest and this project. Each group is a pytest of its own with its own
 servers, so a server that ends costs its own group. Groups start in their order, as long as few servers run at once.
-Each result is in OUT/results.jsonl and on standard output as soon as the test has ended, whatever ends the run; OUT
+Each result is in OUT/results.jsonl and on standard output as soon as the test has ended, whatever ends the run. OUT
 also has each group's pytest output, and the logs of all servers in logs.tar.xz.
 """
 

@@ -24,7 +24,7 @@ def complaints() -> Iterator[str]:
     yield from device_waits.loops(package)
     yield from words.phrases_shown(both)
     yield from words.phrases((*both, *tests))
-    yield from words.sentences(package)
+    yield from words.sentences((*both, *sources("tools"), *sources("examples")))
     yield from words.names((*both, *tests))
     yield from words.locals_((*both, *tests))
     yield from tests_tree.folders()

@@ -1,5 +1,5 @@
-"""Lines of each room against its ceiling in tools/ceilings.toml: `python -m tools.lint.ceilings` prints the table, and
-with `--lower` first takes each ceiling down to the lines, or to the goal where it is reached."""
+"""Lines of each room against its ceiling in tools/ceilings.toml: `python -m tools.lint.ceilings` prints the table. With
+`--lower` it first takes each ceiling down to the lines, or to the goal where it is reached."""
 
 from __future__ import annotations
 

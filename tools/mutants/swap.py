@@ -1,6 +1,6 @@
 """A mutant in a process that has imported its file: live functions get the code that it has for them.
 
-It does not fit if what it changes has run in the import: the body of a module or a class, with defaults and
+It does not fit if what it changes has run in the import. That is the body of a module or a class, with defaults and
 decorators, and the functions that these call. Their results would stay as they are.
 """
 

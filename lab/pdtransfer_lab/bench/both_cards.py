@@ -34,8 +34,9 @@ _answer = partial(answer, who="a pushing process", within_s=_ANSWER_S)
 def measure(ordinals: Sequence[int]) -> tuple[tuple[float, float], tuple[float, float]]:
     """GB/s of each of two GPUs while it pushes alone, and while both do: medians of three rounds, in turn.
 
-    Each is what a writer's thread reaches with 64 writes of 4,096 tokens, 61 planes of 1,152 bytes, from pages anywhere
-    in a pool in the GPU's memory to one run of slots of a page_first arena, whose memory is of the GPU's NUMA node.
+    Each is what a writer's thread reaches with 64 writes of 4,096 tokens, 61 planes of 1,152 bytes. They go from pages
+    anywhere in a pool in the GPU's memory to one run of slots of a page_first arena. The arena's memory is of the GPU's
+    NUMA node.
     """
     with ExitStack() as stack:
         pipes: list[Connection] = []

@@ -46,11 +46,11 @@ LINES = (
 def measure(*, tokens: int = 4_096, repeats: int = 9) -> Figures:
     """Shares of one memcpy's rate for an MLA request, 61 planes of 1,152-byte rows, from a pool into a shared arena.
 
-    The room has `tokens` tokens, rounded up to whole pages, and either pool twice as many slots.
-    Each figure is the median over `repeats` of (time of a memcpy of the same bytes) / (time of the copy), the two
-    timed one after the other, so that a busy host costs both; destinations are shared 4 KiB pages, all touched.
-    `pages` go from scattered pages of 64 to scattered pages, `extent` to consecutive slots; `scattered` goes from
-    random slots to random slots, row by row.
+    The room has `tokens` tokens, rounded up to whole pages, and either pool twice as many slots. Each figure is the
+    median over `repeats` of (time of a memcpy of the same bytes) / (time of the copy). The two are timed one after the
+    other, so that a busy host costs both. Destinations are shared 4 KiB pages, all touched. `pages` go from scattered
+    pages of 64 to scattered pages, `extent` to consecutive slots; `scattered` goes from random slots to random slots,
+    row by row.
     """
     tokens = -(-tokens // PAGE_SIZE) * PAGE_SIZE
     slots = 2 * tokens

@@ -49,16 +49,17 @@ def measure(
 ) -> Figures:
     """Hand-offs of the reference model's KV over shm, between a node in one process and a node in another.
 
-    In each round take turns: rooms of `tokens` tokens, one at a time, as many as make `rooms` in all rounds; then
-    `rooms` rooms of at most ROOM_BYTES_MAX bytes, `concurrency` of them under way.
+    A round has rooms of `tokens` tokens, one at a time, as many as make `rooms` in all rounds. Then it has `rooms`
+    rooms of at most ROOM_BYTES_MAX bytes, `concurrency` of them under way.
 
-    A hand-off lasts from the stamp in prefill's process right behind the copy of the room's only cell, before any
-    message about it is sent, to READY in decode's; `ready` from decode's `expect`, so that it contains Grant and copy.
-    Each figure is the median over rounds of the round's own percentile, ratio or rate; `_min` and `_max` are extremes.
+    A hand-off begins with the stamp in prefill's process right behind the copy of the room's only cell, before any
+    message about it is sent. It ends with READY in decode's. `ready` begins with decode's `expect`, so that it contains
+    Grant and copy. Each figure is the median over rounds of the round's own percentile, ratio or rate; `_min` and
+    `_max` are extremes.
 
     With `beside_zmq` each round begins with bare ROUTER/DEALER round trips of a Grant's bytes between the same two
-    processes, as many as there are rooms one at a time: `raw` ones drained by the loops that the nodes run on, then
-    `blocking` ones with blocking sockets. Ratios are of one round's medians.
+    processes. They are as many as the rooms one at a time. `raw` ones are drained by the loops that the nodes run on,
+    `blocking` ones by blocking sockets. Ratios are of one round's medians.
     """
     count = max(1, rooms // rounds)
     source, target = components("mla", source_slots=_POOL_PAGES * PAGE_SIZE, target_slots=2 * tokens * concurrency)

@@ -1,7 +1,7 @@
 """What steps cost whose KV lies in host memory, the hot tokens on the device, and how many requests that carries.
 
-On a host with a GPU the device is GPU 0, and the host memory an arena that is registered with it; elsewhere it is
-other memory of this process.
+On a host with a GPU the device is GPU 0, and host memory is an arena that is registered with it. Elsewhere the device
+is other memory of this process.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ LINES = (
 
 
 def measure(size: Size | None = None) -> Figures:
-    """Medians of `steps` steps a miss rate: of a step's positions a part is the same each time, the rest was not asked
-    for since it was last replaced. Each plan of a step asks for positions and has buffers of its own.
+    """Medians of `steps` steps for each miss rate. A part of a step's positions is the same each time, the rest was not
+    asked for since it was last replaced. Each plan of a step asks for positions and has buffers of its own.
 
     `plan` and `copy` are HotPool's halves of a swap-in, for all layers, `attention` is a plain one over picked rows,
-    `backup` the newest token's slot and its copy. On a GPU each step is one replay of a graph, its launch included:
-    three graphs are timed, plans alone, plans and copies, and all of it, and a part is the difference
-    of two (attention is with backup there). `dma` is the time of one contiguous copy of the missed bytes. `admit` is
+    `backup` the newest token's slot and its copy. On a GPU each step is one replay of a graph, its launch included.
+    Three graphs are timed: plans alone, plans and copies, and all of it. A part is the difference of two (attention is
+    with backup there). `dma` is the time of one contiguous copy of the missed bytes. `admit` is
     Coordinator.admit_direct and HotPool.start of a request whose tokens are all in host memory, none on the device.
     `carried` divides what requests take with every token resident by what they take here, tables included.
     """

@@ -68,11 +68,11 @@ class _Bench(NamedTuple):
 def measure(*, runs: int = _RUNS) -> Figures:
     """Shares on GPU 0: median, least and most of `runs` replays of a graph that copies 64 MiB or more.
 
-    `push` goes from random slots of a layer_first pool in the GPU's memory (61 planes of 1,152-byte rows) to random
-    slots of a page_first arena in a registered memfd, `gather` from random rows of 1.5 GiB of it to consecutive ones in
-    the GPU, one plane, other rows each time. Each share is (time of one contiguous DMA of the same bytes, in a graph
-    of as many) / (time of the launch). The matmul is bfloat16, 8,192 cubed, alone and beside pushes. WorldError where
-    there is no GPU.
+    `push` has 61 planes of 1,152-byte rows. They go from random slots of a layer_first pool in the GPU's memory to
+    random slots of a page_first arena in a registered memfd. `gather` goes from random rows of 1.5 GiB of the arena to
+    consecutive ones in the GPU, one plane, other rows each time. Each share is (time of one contiguous DMA of the same
+    bytes, in a graph of as many) / (time of the launch). The matmul is bfloat16, 8,192 cubed, alone and beside pushes.
+    WorldError where there is no GPU.
     """
     gpu = gpu_at(0)
     with ExitStack() as stack:

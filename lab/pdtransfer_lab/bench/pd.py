@@ -137,11 +137,11 @@ def measure(
 
     Each process has an engine's thread and a node on a loop, as a daemon; a pipe stands for the router. For each size
     and in each round a prompt is computed with rows leaving as `auto` chooses, by layers, all at the end, and without
-    any leaving; the first prompts of a size are not counted, and their rows are summed on both sides. What a prompt's
+    any leaving. The first prompts of a size are not counted, and their rows are summed on both sides. What a prompt's
     time went into is by spans: of the card's own events where it computes, of the clock elsewhere. Then rows alone, as
     many as there are of each size, of pages anywhere in the pool. The roof is one copy of as many bytes by the copy
-    engine from the same pool into registered memory, in pieces of 256 MiB; without a card a memcpy into shared memory.
-    Each figure is the median over rounds. Raises WorldError where rows that landed differ.
+    engine from the same pool into registered memory, in pieces of 256 MiB. Without a card it is a memcpy into shared
+    memory. Each figure is the median over rounds. Raises WorldError where rows that landed differ.
     """
     names = devices()
     on = on[0] or names[0], on[1] or names[1]
@@ -268,8 +268,8 @@ class Pair(Processes):
 
 
 def _set_right(spans: tuple[TimedSpan, ...]) -> tuple[TimedSpan, ...]:
-    """What a card has computed is known by its own clock, which is set by a thread that may wait for the interpreter
-    in between: so it may seem later than it was, but not later than the begin of the write that waited for it.
+    """What a card has computed is timed by its own clock. A thread sets that clock, and may wait for the interpreter in
+    between. So it may seem later than it was, but not later than the begin of the write that waited for it.
 
     Raises WorldError where it is out by more than that can be: rows would have left that were not there yet.
     """

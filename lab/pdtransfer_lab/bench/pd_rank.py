@@ -133,8 +133,8 @@ def _gather_from_gpu(address: int, where: list[int], slots: Int64s, layout: Layo
 
 
 def roof(on: int | None, source: int, byte_counts: Sequence[int], repeats: int) -> list[float]:
-    """The median seconds that one copy of each of `byte_counts` takes, which no write can beat: by the card's copy
-    engine, from the pool at `source` into registered memory, or without a card by memcpy into shared memory."""
+    """The median seconds that one copy of each of `byte_counts` takes, which no write can beat. The card's copy engine
+    copies from the pool at `source` into registered memory; without a card memcpy does, into shared memory."""
     with ExitStack() as stack:
         if on is None:
             arena = ArenaMemory.create(max(byte_counts))

@@ -97,9 +97,10 @@ class _Clock:
 def measure() -> Figures:
     """Shares of the copy engine's time on GPU 0: pushes in turn on two streams, and one alone by the wall clock.
 
-    Rows are 61 planes of 1,152 bytes, at random slots of a layer_first pool in the GPU's memory and in one run of a
-    page_first arena in a registered memfd. `direct` has one plane, at random places on both sides. Matmuls are bfloat16
-    from torch, each share the median of three with and without pushes of 288 MB beside them. WorldError without a GPU.
+    Rows are 61 planes of 1,152 bytes. They are at random slots of a layer_first pool in the GPU's memory, and in one
+    run of a page_first arena in a registered memfd. `direct` has one plane, at random places on both sides. Matmuls are
+    bfloat16 from torch, each share the median of three with and without pushes of 288 MB beside them. WorldError
+    without a GPU.
     """
     gpu = gpu_at(0)
     with ExitStack() as stack:

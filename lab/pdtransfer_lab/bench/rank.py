@@ -1,8 +1,8 @@
 """The two processes of a benchmark: nodes on a loop, no engine, and batches of rooms that a pipe orders.
 
-Decode expects a batch's rooms, some at once. Prefill keeps as many open, and offers the only cell of a room when its
-grant has come, in a turn of the loop of its own, as an engine would. Rooms go to the nodes of a process in turn. An
-order is the name of a public method and its arguments.
+Decode expects a batch's rooms, some at once. Prefill keeps as many open. It offers the only cell of a room when its
+grant has come, in its own turn of the loop, as an engine would. Rooms go to the nodes of a process in turn. An order is
+the name of a public method and its arguments.
 """
 
 from __future__ import annotations

@@ -158,16 +158,16 @@ def _version() -> str:
 
 
 def measure(*, runs: int = _RUNS, progress: Callable[[str], None] = _silent) -> Figures:
-    """On GPU 0, which is sm_90 or later. Every way to do the work does it once and its bytes are looked at. Then
-    graphs of launches, of ours and of SGLang's best way, are replayed in turn, `runs` of each (A B, B A, ...); the
-    best is that of 3 such rounds of all its ways. Times are medians of one launch, ratios are SGLang's to ours.
+    """On GPU 0, which is sm_90 or later. Every way to do the work does it once and its bytes are looked at. Then graphs
+    of launches, of ours and of SGLang's best way, are replayed in turn, `runs` of each (A B, B A, ...). The best is
+    that of 3 such rounds of all its ways. Times are medians of one launch, ratios are SGLang's to ours.
 
     Copies are one launch of 61 or 1 layers of 1,152-byte rows between a layer_first pool on the GPU and a registered
     memfd; other slots each launch. Ours push with 4 blocks and a cancel word, and load with 32 blocks. SGLang's ways
-    are its register kernel with 2 to 32 blocks and its TMA kernel with 4 to 16; its default is the register kernel
-    with 2 blocks for tokens that lie anywhere, and the TMA kernel with 4 for pages. `swap` is a step, K 2,048 of
-    20,000 tokens, hot 4,096, plan and copy; its ways are blocks of 960 (default), 1,024 and 512 threads. `set_mla`
-    scatters rows of 1,024 + 128 bytes. `share` is the time of one contiguous copy of the same bytes to ours.
+    are its register kernel with 2 to 32 blocks and its TMA kernel with 4 to 16. Its default is the register kernel with
+    2 blocks for tokens that lie anywhere, and the TMA kernel with 4 for pages. `swap` is a step, K 2,048 of 20,000
+    tokens, hot 4,096, plan and copy; its ways are blocks of 960 (default), 1,024 and 512 threads. `set_mla` scatters
+    rows of 1,024 + 128 bytes. `share` is the time of one contiguous copy of the same bytes to ours.
     """
     opponents = Opponents.find()
     gpu = gpu_at(0)

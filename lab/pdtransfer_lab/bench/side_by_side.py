@@ -50,9 +50,9 @@ class Comparison:
 
 def compare(clock: InTurn, this: Comparison, *, runs: int) -> Figures:
     """Medians in microseconds of `ours`, of the opponent's `best` way and of its `default`, under the comparison's
-    name; `ratio` is best / ours, `share` is roof / ours, `ways` are all of the opponent's in the rounds that chose its
-    best. `note` names each way with wrong bytes or an error; there is no time of it, and none at all if ours, or all
-    of theirs, are among them."""
+    name. `ratio` is best / ours, `share` is roof / ours, `ways` are all of the opponent's in the rounds that chose its
+    best. `note` names each way with wrong bytes or an error. It has no time, and nothing has one if ours, or all of the
+    opponent's, are among them."""
     problems = {contender.name: text for contender in (this.ours, *this.theirs) if (text := _problem(contender))}
     able = [contender for contender in this.theirs if contender.name not in problems]
     figures: Figures = {}

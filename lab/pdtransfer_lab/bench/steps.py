@@ -57,9 +57,9 @@ LINES = (
 def measure(*, runs: int = _RUNS) -> Figures:
     """Medians of `runs` replays of a graph, on GPU 0; WorldError without one.
 
-    `set_mla` is time, as a share of one copy of the same bytes within the GPU, of rows of 1,024 + 128 bytes to random
-    slots; either takes several sets of buffers in turn, more than the L2 holds. `swap` plans one step for each
-    request, K 2,048 of 20,000 tokens, hot 4,096, and copies what is missing, a row of one plane, from an arena of 3 GiB
+    `set_mla` is the time of rows of 1,024 + 128 bytes to random slots, as a share of one copy of the same bytes within
+    the GPU. Either takes several sets of buffers in turn, more than the L2 holds. `swap` plans one step for each
+    request, K 2,048 of 20,000 tokens, hot 4,096. It copies what is missing, rows of one plane, from an arena of 3 GiB
     where each request's tokens lie one after another. Steps differ in a fifth, or in two, of their positions.
     """
     gpu = gpu_at(0)

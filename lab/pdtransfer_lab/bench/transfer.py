@@ -44,10 +44,11 @@ NETWORK_LINES = (
 def measure(*, tokens: int = 4_096, rooms: int = 32, model: BenchModel = "deepseek") -> Figures:
     """Rooms of `tokens` tokens, one at a time, from `expect` to READY: grant, plan, copy and Landed are all in it.
 
-    The source is scattered pages of 64 tokens, layer_first; the target single tokens, page_first: one extent in a fresh
-    arena, an extent a token in a fragmented one, where every second slot is taken. Each room is timed right after a
-    memcpy of as many bytes, from the same pool into shared memory of prefill's process. GB/s and shares of memcpy are
-    medians over `rooms` rooms; `model` is `deepseek`, 61 planes of 1,152 bytes, or the reference engine's mla or gqa.
+    The source is scattered pages of 64 tokens, layer_first; the target is single tokens, page_first. That is one extent
+    in a fresh arena, and an extent a token in a fragmented one, where every second slot is taken. Each room is timed
+    right after a memcpy of as many bytes, from the same pool into shared memory of prefill's process. GB/s and shares
+    of memcpy are medians over `rooms` rooms; `model` is `deepseek`, 61 planes of 1,152 bytes, or the reference engine's
+    mla or gqa.
     """
     source, target = components(model, source_slots=2 * tokens, target_slots=2 * tokens)
     room_bytes = tokens * source.layout.row_bytes
@@ -78,8 +79,8 @@ def _beside_memcpy(ranks: RankPair, tokens: int, room_bytes: int) -> tuple[int, 
 def measure_network(*, transport: str, tokens: int, rooms: int, model: BenchModel = "deepseek") -> Figures:
     """Rooms of `tokens` tokens, one at a time, from `expect` to READY, over a transport between hosts, on loopback.
 
-    Source and target are those of shared memory, but that rows go straight from a pool that is page_first: its pages
-    are runs of bytes in the arena as well. GB/s are medians over `rooms` rooms.
+    Source and target are those of shared memory, except that rows go straight from a page_first pool: its pages are
+    runs of bytes in the arena as well. GB/s are medians over `rooms` rooms.
     """
     figures: Figures = {"tokens": tokens, "model": model, "rooms": rooms, "transport": transport}
     for prefix, layout, arenas in NETWORK_CASES:

@@ -125,9 +125,9 @@ def bench_pd(
     ] = False,
     json: Json = False,
 ) -> int:
-    """Prompts from a prefill on one card to a decode on another, a model of real dimensions: what the time to the first
-    token goes into, and how much of the transfer is hidden behind the computing. Without a card both compute a tiny
-    model on the CPU, which shows that all of it works, and nothing about speed."""
+    """Prompts from a prefill on one card to a decode on another, with a model of real dimensions. Prints the parts of
+    the time to the first token, and how much of the transfer is hidden behind the computing. Without a card both
+    compute a tiny model on the CPU, which shows that all of it works, and nothing about speed."""
     from ..bench import pd
 
     result = pd.measure(

@@ -80,8 +80,8 @@ def chaos(
     logs: Annotated[Path, Parameter(help="Where the servers' logs are written.")] = Path("build/chaos"),
     json: Json = False,
 ) -> int:
-    """Two vLLM engines whose requests are given up, and that are killed and restarted under load: blocks that stay, and
-    seconds until answers are right, with our connector and with vLLM's own."""
+    """Two vLLM engines whose requests are given up, and that are killed and restarted under load. Prints blocks that
+    stay, and seconds until answers are right, with our connector and with vLLM's own."""
     from ..bench.fleets import chaos as part
     from ..bench.fleets.engines import setup_of
 

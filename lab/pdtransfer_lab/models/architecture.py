@@ -1,7 +1,7 @@
 """The reference model's sizes, options, shards, and weights from a seed with a digest to compare.
 
-With `top_k` the model has an indexer: each group of `index_share` layers keeps one small key for each token, with which
-a decode step picks the tokens that those layers attend to. The other weights equal the dense model's.
+With `top_k` the model has an indexer: each group of `index_share` layers keeps one small key for each token. With these
+keys a decode step picks the tokens that those layers attend to. The other weights equal the dense model's.
 """
 
 from __future__ import annotations

@@ -195,9 +195,9 @@ def speed_up(trace: Trace, speed: float) -> Trace:
 def copies(trace: Trace, count: int, *, seconds: float | None = None) -> Iterator[TraceRequest]:
     """The load of `count` times as many users, in the order of arrival.
 
-    A copy is the whole trace, turned in time by a part of its length of its own, so that what was burst stays burst and
-    no two copies burst together. Its users are others: its blocks have ids of their own, but for those that at least
-    SHARED_BY_ALL of all requests have.
+    A copy is the whole trace, turned in time by its own part of its length: bursts stay bursts, and no two copies burst
+    together. Its users are others: its blocks have ids of their own, but for those that at least SHARED_BY_ALL of all
+    requests have.
     """
     if count == 1:
         yield from trace.requests

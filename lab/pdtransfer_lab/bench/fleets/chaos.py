@@ -1,5 +1,5 @@
 """Two vLLM engines whose requests are given up, and that are killed and restarted under load: blocks that stay, and
-seconds until answers are right; our connector behind our router, beside one of vLLM's own."""
+seconds until answers are right. Our connector runs behind our router, beside one of vLLM's own."""
 
 from __future__ import annotations
 
@@ -237,16 +237,16 @@ def measure(
     (`kv_load_failure_policy`). Four clients ask without a pause for 16 greedy tokens of random prompts of 65 to 700
     tokens, the same for every connector. Ours stands behind our router, the other is asked as its own proxy asks:
     prefill, and then decode with what prefill has returned. All connectors' servers run at the same time, and a fault
-    strikes one connector after the other, so that what else the host does is much the same for all. Tokens are held
-    against those that decode computes alone. An answer whose `finish_reason` is `abort` is an error.
+    strikes one connector after the other: other load of the host is much the same for all. Tokens are held against
+    those that decode computes alone. An answer whose `finish_reason` is `abort` is an error.
 
     *Aborts*: of 60 requests half are given up, each within twice the time that one takes in quiet, on average. *Kill*:
     after 5 s of load all processes of a server end by SIGKILL; *restart*: by SIGTERM. No request is sent from then on.
     *Ended* is the time until those under way have ended; one that has no end within 45 s counts as hung. *Held* are KV
-    blocks that the server that lives on then has, both servers after aborts, by vLLM's own metric; *free* is the time
-    from the fault until it has none. Blocks that are held after 180 s count as leaked. Then a server starts at the same
-    address, and clients ask again as soon as it is healthy: *right* is from then until the last answer that is not
-    right, seen by 20 right ones in a row."""
+    blocks, by vLLM's own metric, of the server that lives on; after aborts, of both. *Free* is the time from the fault
+    until it has none. Blocks that are held after 180 s count as leaked. Then a server starts at the same address, and
+    clients ask again as soon as it is healthy. *Right* is from then until the last answer that is not right, seen by 20
+    right ones in a row."""
     for fault in faults:
         if fault not in FAULTS:
             raise ConfigError(f"fault = {fault!r}: must be one of {', '.join(FAULTS)}")

@@ -122,13 +122,13 @@ def measure(wanted: Measured, *, progress: Callable[[str], None]) -> CheckpointF
     with EOS ignored. Prompts are random token ids, each asked once, so no prefix is cached. Before each cell two
     requests run at once, uncounted.
 
-    *Alone* is `generate` of transformers in one process on prefill's device, one request at a time: the time of one
-    token, of all, and their difference for each further one; medians of three. *Identical* counts the daemons' answers
-    with `generate`'s tokens, for some prompts of each length that are asked one by one.
+    *Alone* is `generate` of transformers in one process on prefill's device, one request at a time. It has the time of
+    one token, of all, and of each further one; medians of three. *Identical* counts the daemons' answers with
+    `generate`'s tokens, for some prompts of each length that are asked one by one.
 
     *ITL* is between chunks of a stream. *Tokens a second* are all generated ones of a cell over its whole time, prompts
-    included. Of the timelines come, as medians over a cell's requests, *compute*: from a prompt's first layer to its
-    first token; *exposed*: from there to READY; *tail*: from the last layer's end to READY; and decode's *step*.
+    included. The timelines give medians over a cell's requests. *Compute* is from a prompt's first layer to its first
+    token, *exposed* from there to READY, *tail* from the last layer's end to READY. *Step* is decode's.
     """
     figures = CheckpointFigures()
     alone, digests = _alone(wanted, progress)

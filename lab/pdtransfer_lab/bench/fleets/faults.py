@@ -40,9 +40,9 @@ def measure(*, rooms: int = 1_000, aborts: int = 1_000, rounds: int = 5) -> Figu
     free; rooms that were READY before are left out.
 
     Frozen: hand-offs of 16 tokens of the reference model from a healthy prefill, one at a time, from `expect` to READY.
-    In each of `rounds` rounds first `rooms` in quiet; then another prefill that holds 64 grants is stopped by SIGSTOP,
-    and as many as pass in 4 s are timed from that moment on: its silence, its rooms' failure, their quarantine and the
-    look at its fence are all within. p99s are medians over the rounds, and so is the ratio of each round's two.
+    Each of `rounds` rounds begins with `rooms` in quiet. Then another prefill that holds 64 grants is stopped by
+    SIGSTOP, and as many as pass in 4 s are timed from that moment on. Its silence, its rooms' failure, their quarantine
+    and the look at its fence are all within. p99s are medians over the rounds, and so is the ratio of each round's two.
     """
     figures: Figures = {"rooms": rooms, "rounds": rounds, "stalled": _STALLED}
     return figures | _aborts(aborts) | _frozen(rooms, rounds)

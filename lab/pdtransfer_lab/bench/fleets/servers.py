@@ -128,8 +128,8 @@ class Fleet:
         return {role: (*memory_of(server.group), server.start_s) for role, server in self._servers.items()}
 
     def threads_cpu_s(self) -> float:
-        """CPU seconds of prefill's threads, or of the one engine's, that are no main thread of a process: an engine's
-        loop, which may spin, is in a main thread; transfers are not."""
+        """CPU seconds of prefill's threads, or of the one engine's, without the main thread of each process. An
+        engine's loop, which may spin, is in a main thread; transfers are not."""
         server = self._servers.get("prefill") or self._servers["one"]
         return threads_cpu_s(server.group)
 

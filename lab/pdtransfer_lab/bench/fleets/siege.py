@@ -44,8 +44,9 @@ _START_SECONDS = 60.0
 
 
 def measure(*, rooms: int = 500, rounds: int = 5, connections: int = 10_000) -> Figures:
-    """Hand-offs of 16-token rooms between two processes, one at a time, with keys; another process attacks prefill's
-    listener over loopback, at the lowest priority, since on a host of its own it would take none of these processors.
+    """Hand-offs of 16-token rooms between two processes, one at a time, with keys. Another process attacks prefill's
+    listener over loopback. It has the lowest priority, since on a host of its own it would take none of these
+    processors.
 
     For each attack, `rounds` times in turn: `rooms` rooms in quiet, then as many with the attack under way. Times are
     from `expect` to READY; p99s are medians over the rounds, and so is the ratio of each round's two. `cpu` is what the

@@ -222,8 +222,8 @@ class Storm:
         return StormAnswer(asked, ended, verdict, text, served)
 
     def recovered_at(self, healed: float) -> float | None:
-        """The moment from which every request is right: the end of the last one that failed, or of the first that each
-        worker served, once there are enough in a row."""
+        """The moment from which every request is right, once enough are in a row. It is the end of the last one that
+        failed, or of the first that each worker served."""
         row: list[StormAnswer] = []
         since = healed
         for answer in reversed(self.answers):
@@ -270,13 +270,13 @@ def measure(
     *, storms: int = 4, seed: int = 1, kinds: Sequence[str] = (), progress: Callable[[str], None] = lambda _: None
 ) -> list[StormOutcome]:
     """One router, two prefills and two decodes of the stamp engine, with the limits of an operator who sets none but a
-    deadline of 10 s. Four clients ask without a pause. In each storm of 4 to 10 s 3 to 9 faults strike at random: a
-    worker, one rank of it or the router is killed, and started again 0 to 2 s later, or is stopped for 0.3 to 4 s or
-    until the storm is over. Then all is continued and started at once. Recovery is from then on until no request fails
-    any more and every worker has served one, seen by 20 right answers in a row. It is reported with the part of it in
-    which any process was being started, until that was ready, and apart from that with the time at which the last
-    request failed. Digests of tokens, logits and KV are held against a single process's; a request hangs that has no
-    end 3 s after its deadline, not counting a frozen router's time."""
+    deadline of 10 s. Four clients ask without a pause. In each storm of 4 to 10 s 3 to 9 faults strike at random, each
+    a worker, one rank of it or the router. It is killed, and started again 0 to 2 s later, or is stopped for 0.3 to 4 s
+    or until the storm is over. Then all is continued and started at once. Recovery is from then on until no request
+    fails any more and every worker has served one, seen by 20 right answers in a row. It is reported with the part of
+    it in which a process was starting and not yet ready, and with the time at which the last request failed. Digests of
+    tokens, logits and KV are compared with a single process's. A request hangs if it has no end 3 s after its deadline,
+    not counting a frozen router's time."""
     names = {kind.name: kind for kind in KINDS}
     if unknown := [name for name in kinds if name not in names]:
         raise WorldError(f"kind = {unknown[0]!r}: must be one of {', '.join(names)}")

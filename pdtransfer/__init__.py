@@ -1,4 +1,4 @@
-"""Carries the KV cache of a prefill worker straight into a decode worker's host DRAM.
+"""Hands a prompt's KV cache from prefill to decode, written straight into the memory that decode reads.
 
 Every name that an engine needs to embed a client is importable from here. They come from `pdtransfer.client.api`, which
 is loaded at the first use of one, so that `import pdtransfer` costs nothing.

@@ -24,6 +24,10 @@ class LayoutMismatchError(LocalProtocolError):
 class ConfigError(LocalProtocolError):
     """A setting is missing, unknown or out of bounds; the text is one line that names it."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.add_note("What it means, and what to do: pdtransfer's docs/troubleshooting.md")  # of a traceback
+
 
 _EXTRAS = {
     **dict.fromkeys(("aiohttp", "cyclopts", "prometheus_client", "pythonjsonlogger", "rich"), "daemons"),
@@ -32,8 +36,7 @@ _EXTRAS = {
 
 
 def missing_extra(error: BaseException) -> ConfigError | None:
-    """The ConfigError for an import that failed because an optional package is not installed. It names the command
-    that installs the package from a checkout. None for every other error."""
+    """The error for an import that lacks an optional package, with the command to install it; None for any other."""
     if not isinstance(error, ModuleNotFoundError):
         return None
     name = (error.name or "").partition(".")[0]

@@ -55,8 +55,7 @@ PeerType = TypeVar("PeerType", bound=Peer)
 
 
 class Peers(Generic[PeerType]):
-    """The peers of one side, by name. Effects go to `out`; `look` is called with a peer whose silence may mean
-    something."""
+    """The peers of one side, by name. Effects go to `out`; `look` gets a peer whose silence may mean something."""
 
     def __init__(
         self, identity: Identity, limits: Limits, timers: Timers[TimerKey], out: Callable[[Send], None], *,

@@ -340,8 +340,7 @@ def slots_of_rows(pages: ArrayLike, page_size: int, rows: tuple[int, int], *, sk
 
 
 def check_slots(slots: Int64s, limit: int, field: str) -> None:
-    """Raises ValueError, named by `field`, where a slot is outside [0, limit) or repeated; callers know whose fault it
-    is."""
+    """Raises ValueError, named by `field`, for a slot outside [0, limit) or repeated; callers know whose fault."""
     if (index := first_true((slots < 0) | (slots >= limit))) is not None:
         raise ValueError(f"{field}: slot {slots[index]} is outside 0..{limit - 1}")
     ordered = np.sort(slots)

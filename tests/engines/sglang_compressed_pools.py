@@ -167,8 +167,7 @@ def pool_of(ratios: list[int], page_size: int, requests: int, *, hisparse: bool 
 
 
 def packed(pool: Any, buffer: torch.Tensor, slots: torch.Tensor) -> NDArray[np.uint8]:
-    """Rows in a buffer of a paged pool as SGLang's kernels address them: values, and behind all values of the page the
-    scales."""
+    """Rows of a paged pool's buffer as SGLang's kernels address them: values, behind all of a page the scales."""
     layout, size = pool.kv_layout, pool.page_size
     row, scales, scale = layout.row_addressing(size)
     raw = buffer.view(torch.uint8).numpy()

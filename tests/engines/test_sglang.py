@@ -212,8 +212,7 @@ def in_each_order(pair: SglangPair, asked: list[list[int]], expected: list[list[
 
 
 def one_stage_does_not_learn_where_prefill_listens(pair: SglangPair, prompt: list[int], expected: list[int]) -> None:
-    """The request fails on both sides at once, not by SGLang's own limit, which is minutes; its number may be used
-    again."""
+    """The request fails on both sides at once, not by SGLang's limit of minutes; its number may be used again."""
     paths: list[str] = []
 
     def answer(path: str) -> Any:

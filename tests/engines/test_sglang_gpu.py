@@ -122,8 +122,7 @@ def same(answers: Sequence[Generated], expected: Sequence[Generated]) -> None:
 
 
 def share_near(single: SglangServer, prompt: Sequence[int], answer: Generated) -> float:
-    """The share of an answer's tokens that are nearly what a single server thinks likeliest behind all that stands
-    before them."""
+    """The share of an answer's tokens that a single server thinks nearly likeliest behind all before them."""
     sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
     info = single.ask(
         "/generate",
@@ -546,8 +545,7 @@ def test_kv_is_sent_over_mooncake(sglang_checkpoints: Checkpoints, tmp_path: Pat
 def test_what_decode_retracts_goes_on(
     sglang_checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """SGLang's own switch has decode retract requests at fixed intervals of steps, as it does where its pool is
-    full."""
+    """SGLang's own switch: decode retracts requests at fixed intervals of steps, as where its pool is full."""
     common, hisparse = (SPARSE, HISPARSE) if kind == "hisparse" else (SHORT, dict[str, Any]())
     asked = prompts(700, 900, 1_100)
     with ExitStack() as stack:

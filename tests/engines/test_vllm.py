@@ -738,7 +738,7 @@ def test_engines_that_do_not_fit_are_refused_with_both_values(
             assert engine.state() == {"free_blocks": blocks, "requests": 0}
             settles(lambda: pair.prefill.state()["requests"], 0, seconds=TIME_LEFT_S / 2)
             received = line.replace("refused: ", r"\(refused\): ")
-            warned = rf"the last {FAILURES_MAX} hand-offs have all failed, the latest one so: refused: .*{received}"
+            warned = rf"the last {FAILURES_MAX} hand-offs have all failed, the latest as refused: .*{received}"
             assert len(re.findall(warned, engine.log.read_text())) == 1, engine.log_end()
             assert re.search(line, pair.prefill.log.read_text(), re.MULTILINE), pair.prefill.log_end()
         assert pair.serial(fine, tokens=TOKENS).tokens == single.generate([fine], tokens=TOKENS)[0]

@@ -128,8 +128,7 @@ def engines(checkpoints: Checkpoints, folder: Path, family: str, **common: Any) 
 
 
 def answer_as_one(pair: VllmPair, single: VllmEngine, *lengths: int, orders: Sequence[str] = ORDERS) -> None:
-    """Of a pair whose KV stays on the GPU: all at once and one at a time, and each depends on its prompt's first
-    half."""
+    """A pair whose KV stays on the GPU: all at once and one at a time; each depends on its prompt's first half."""
     pair.ready()
     asked, answers = list[list[int]](), list[Generated]()
     for seed, order in enumerate(orders):

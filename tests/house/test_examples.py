@@ -27,6 +27,21 @@ def test_the_program_of_the_clients_document_lands_a_room() -> None:
     assert (done.returncode, done.stdout) == (0, "True 460800 b'the first token'\n"), done.stderr
 
 
+def test_the_program_of_readme_lands_a_room() -> None:
+    """As it stands, with the sizes, the memory and the room of the clients' document, in one process."""
+    blocks = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    given, _, _ = blocks.findall((REPO / "docs" / "clients.md").read_text())[0].partition("p0, d0 =")
+    [program] = blocks.findall((REPO / "README.md").read_text())
+    prefill, decode, expect, poll = re.split(r"^(?=decode = |decode.expect|decode.poll)", program, flags=re.MULTILINE)
+    given += "room, n, max_new_tokens, digest, first_token, components = ROOM, TOKENS, 8, b'd', b't', [component(16)]\n"
+    given += "writer = WriterOptions(pool_address=cache.address)\n"
+    decode = "prefill_endpoint, components = prefill.endpoint, [component(1)]\n" + decode
+    ended = f"select.select([decode], [], [], 30)\nprint(type({poll.partition('  #')[0]}[0]).__name__)\n"
+    script = given + prefill + decode + expect + ended + "decode.close(), prefill.close()\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "RoomReady\n"), done.stderr
+
+
 async def test_engine_serves_completions_behind_a_router(tmp_path: Path) -> None:
     own = {"engine": "examples.engine:create", "engine_option": ()}
     async with running(tmp_path, prefills=[own | {"chunk_tokens": 64}], decodes=[own]) as site:

@@ -35,8 +35,7 @@ def checked_answer(content: dict[str, Any], *, chat: bool) -> Any:
 
 
 def checked_chunk(content: dict[str, Any], *, chat: bool) -> Any:
-    """A chunk of a stream. OpenAI's type for completions has no choice that goes on: one that does is checked as if it
-    had ended."""
+    """A chunk of a stream. OpenAI's type for completions has no choice that goes on: it is checked as if ended."""
     if not chat:
         choices = [{**each, "finish_reason": each["finish_reason"] or "stop"} for each in content["choices"]]
         checked(Completion, {**content, "choices": choices})

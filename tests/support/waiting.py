@@ -37,8 +37,7 @@ def wait_for(condition: Callable[[], Any], what: object = "", seconds: float = P
 
 
 class Running(Generic[Value]):
-    """What the tests of a module share, on the loop that it lives on: an `async def test_` gets the value, and runs
-    there."""
+    """What tests of a module share, on its loop: an `async def test_` gets the value, and runs there."""
 
     def __init__(self, runner: asyncio.Runner, value: Value) -> None:
         self.runner, self.value = runner, value

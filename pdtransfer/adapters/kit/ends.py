@@ -43,7 +43,7 @@ class FailuresInARow:
         self._count += 1
         if self._count == FAILURES_MAX:
             log.warning(
-                "the last %d hand-offs have all failed, the latest one so: %s: %s. What to do: %s",
+                "the last %d hand-offs have all failed, the latest as %s: %s. What to do: %s; docs/troubleshooting.md",
                 FAILURES_MAX, cause.value, detail, WHAT_TO_DO[cause],
             )  # fmt: skip
 

@@ -148,8 +148,7 @@ class PrefillPeers:
         return session
 
     def mark_seen(self, session: SessionRecord, now: float) -> None:
-        """The peer sent a message on this session. A message on an earlier session proves nothing about the current
-        process."""
+        """The peer sent a message on this session; one on an earlier session proves nothing about its process now."""
         peer = self.peers[session.peer]
         if peer.session is not session:
             return

@@ -36,10 +36,10 @@ SAME = (  # names of one thing, here and in `vllm serve` and SGLang's servers
 
 app = App(
     name="pdtransfer",
-    help="Carries the KV cache of a prefill worker straight into a decode worker's host DRAM.",
+    help="Hands a prompt's KV cache from prefill to decode, written straight into the memory that decode reads.",
     help_epilogue="Any flag may be set in the environment (PDTRANSFER_FLAG_NAME), or in the file that --config names. "
     "A flag wins over the environment, and the environment over the file. Below all of them, torchrun's RANK, "
-    "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set the rank flags.",
+    "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set the rank flags. For errors see docs/troubleshooting.md.",
     version=__version__,
     default_parameter=Parameter(negative=()),
     result_action="return_value",

@@ -78,8 +78,7 @@ def convolve(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, query_start_loc: torch.Tensor,
     cache_indices: torch.Tensor, has_initial_state: torch.Tensor, conv_states: torch.Tensor, activation: str | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Stands in for the kernel causal_conv1d_fn: (channels, tokens) of several requests, each of which keeps its last
-    tokens."""
+    """In place of the kernel causal_conv1d_fn: (channels, tokens) of several requests, each keeps its last tokens."""
     assert activation is None, activation
     parts: list[torch.Tensor] = []
     ends = query_start_loc.tolist()

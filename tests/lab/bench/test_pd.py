@@ -1,5 +1,4 @@
-"""bench pd on the CPU, with models so small that its figures mean nothing: the spans hold together, and the command
-reports them."""
+"""bench pd on the CPU, with models too small for its figures: the spans hold together, and it prints them."""
 
 from __future__ import annotations
 

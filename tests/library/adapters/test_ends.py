@@ -77,8 +77,9 @@ def test_the_fifth_failure_in_a_row_is_a_warning_once_until_one_has_landed(caplo
     assert in_a_row(caplog) == []
     row.failed(Cause.REFUSED, "block_size: d has '64', p '128'")
     expected = (
-        "the last 5 hand-offs have all failed, the latest one so: refused: block_size: d has '64', p '128'. "
-        "What to do: run `pdtransfer doctor PREFILL_URL DECODE_URL`, and start both engines with equal facts"
+        "the last 5 hand-offs have all failed, the latest as refused: block_size: d has '64', p '128'. "
+        "What to do: run `pdtransfer doctor PREFILL_URL DECODE_URL`, and start both engines with equal facts; "
+        "docs/troubleshooting.md"
     )
     assert in_a_row(caplog) == [expected]
     for index in range(20):

@@ -1,5 +1,4 @@
-"""Every argument of every call of the clients with values that it cannot have: the promised error, and no other room
-is disturbed."""
+"""Every argument of every client's call with impossible values: the promised error, no other room disturbed."""
 
 from __future__ import annotations
 

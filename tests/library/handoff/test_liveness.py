@@ -1,5 +1,4 @@
-"""Liveness: late messages of dead processes are distinguished from those of the current one, and silence has one
-threshold."""
+"""Liveness: late messages of dead processes are not the current one's, and silence has one threshold."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ class Group:
         world.at(when - world.now, lambda: target.act(lives[1], action) if source.life == lives[0] else None)
 
     def send_all(self, action: Callable[[Process], None]) -> None:
-        """Has the followers and the leader do something; the leader last, since it may go on at once with what comes
-        after that."""
+        """Has the followers and the leader do something; the leader last, since it may then go on at once."""
         for rank in (*self.ranks[1:], self.ranks[0]):
             self.send(self.leader, rank, lambda rank=rank: action(rank))
 

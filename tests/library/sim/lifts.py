@@ -1,5 +1,4 @@
-"""Rows that are copied from a decode's staging buffer to its HBM, piece by piece and late; a copy may fail, or stop too
-late."""
+"""Rows that are copied from a decode's staging buffer to its HBM piece by piece; a copy may fail, or stop late."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Fleet]]:
 
 
 def recovers(case: Callable[..., Awaitable[float]]) -> Callable[..., None]:
-    """A test that returns the seconds from healing until rooms of those that were hit land. The fleet is whole before
-    and after it."""
+    """A test that returns the seconds from healing until hit rooms land. The fleet is whole before and after."""
 
     async def whole(fleet: Fleet, given: dict[str, object]) -> None:
         await fleet.land_again()

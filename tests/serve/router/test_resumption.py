@@ -1,5 +1,4 @@
-"""Answers that go on in another room when the one that generates them is lost, over HTTP: each token once, and none too
-many."""
+"""Answers that go on in another room when the one that generates them is lost, over HTTP: each token once."""
 
 from __future__ import annotations
 

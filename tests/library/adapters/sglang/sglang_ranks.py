@@ -28,8 +28,7 @@ STATES = ("swa", "dsa", "mamba")
 
 
 class Pool:
-    """A rank's KV pools in `raw`, uint8: K and V of each layer, those of sliding windows, items of pages and of
-    requests."""
+    """A rank's KV pools in `raw`, uint8: K and V by layer, sliding windows', items of pages and of requests."""
 
     conv_sections: tuple[int, ...] | None = None  # of the model
     drafter_total: int | None = None  # KV heads of a drafter, if it has others than the model

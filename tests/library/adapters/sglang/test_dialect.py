@@ -1,8 +1,8 @@
-"""What a version of SGLang lacks is supplied, or refused by its name: here with modules that have as little as SGLang
-0.5.17's."""
+"""What a version lacks is supplied, or refused by name: with modules that have as little as SGLang 0.5.17's."""
 
 from __future__ import annotations
 
+import traceback
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
@@ -127,8 +127,9 @@ def test_a_release_that_is_deferred_is_made_before_the_cache_can_be_flushed(dial
 )
 def test_what_a_version_lacks_is_refused_by_name(dialect: Any, given: dict[str, Any], text: str) -> None:
     dialect.check_features(ServerArgs())
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=text) as refused:
         dialect.check_features(ServerArgs(**given))
+    assert "docs/troubleshooting.md" in "".join(traceback.format_exception(refused.value))
 
 
 def test_a_drafter_without_kv_needs_nothing_of_a_version(dialect: Any) -> None:

@@ -1,5 +1,4 @@
-"""What each side reports, and when, whatever order a client's events come in: clients with a script in place of real
-ones."""
+"""What each side reports in whatever order a client's events come in: scripted clients in place of real ones."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ def start(
     mode: DisaggregationMode, monkeypatch: pytest.MonkeyPatch, *, states: tuple[str, ...] = (), pp_size: int = 1,
     enable_hisparse: bool = False, raw: np.ndarray | None = None, **fields: Any,
 ) -> Any:  # fmt: skip
-    """Starts a rank whose cache is in memory that SGLang has allocated, at the begin of `raw`. `fields` are of its
-    KVArgs."""
+    """Starts a rank with a cache that SGLang has allocated, at the begin of `raw`. `fields` are of its KVArgs."""
     options: dict[str, Any] = {"enable_hisparse": enable_hisparse, "device": "cpu"}
     backend = with_stand_ins("backend", monkeypatch, **options)
     pool = Pool(raw, 4, HEADS, states, latent=False)

@@ -219,8 +219,7 @@ def test_a_request_that_has_failed_before_it_begins_opens_no_room(
 def test_a_request_that_fails_at_one_stage_before_it_has_pages_fails_at_prefill_at_once(
     knows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill would wait for the grants of all stages until SGLang's own limit, which is minutes. The number may be
-    used again."""
+    """Prefill would wait for all stages' grants for minutes, SGLang's own limit. The number may be used again."""
     backend = with_stand_ins("backend", monkeypatch)
     with world(decode_stages=[stage_of([0], []), stage_of([1, 2], [])]) as engines:
         engines.begin(ROOM)

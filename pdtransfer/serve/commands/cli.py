@@ -24,7 +24,7 @@ from ..process import logs
 from ..settings.node import FLAT
 from ..settings.router import RouterConfig
 from .installed import add_installed
-from .settings_sources import COMMANDS, nearest, settings_of, sources, warn_of_unknown
+from .settings_sources import COMMANDS, check_tokens, nearest, settings_of, sources, warn_of_unknown
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 SERVED_AT = "--listen", "--http", "--host", "--port"  # where HTTP is served: here, here until 0.3, other servers
@@ -86,12 +86,8 @@ def launch(
     try:
         app.config = sources(config)
         return app(tokens, exit_on_error=False, print_error=False, verbose=False) or 0
-    except (CycloptsError, ConfigError):
+    except (CycloptsError, ConfigError, BrokenPipeError):
         raise
-    except BrokenPipeError:
-        # The reader has closed our output: print nothing more, not even at interpreter exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
     except Exception as error:  # the last place that can turn an error into one line
         if debug:
             raise
@@ -102,7 +98,7 @@ def launch(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns the exit status; raises only under --debug."""
-    app.meta.config = [Env(PREFIX, command=False, show=False)]
+    app.meta.config = [Env(PREFIX, command=False, show=False), check_tokens]
     try:
         tokens = sys.argv[1:] if arguments is None else list(arguments)
         add_installed(app, tokens)
@@ -111,6 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(_unknown(error) if isinstance(error, UnknownOptionError) else str(error), MISUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except (BrokenPipeError, SystemExit) as error:
+        if BrokenPipeError not in (type(error), type(error.__context__)):  # rich makes an exit with status 1 of it
+            raise
+        # The reader has closed our output: print nothing more, not even at interpreter exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
 
 
 def _line(error: Exception) -> str:
@@ -129,9 +131,7 @@ def _unknown(error: UnknownOptionError) -> str:
     same = " or ".join(name for name in names if name in words)
     near = f"{same} HOST:PORT" if same in SERVED_AT else same or nearest(option, names if len(words) == 1 else ())
     owners = [(name, _owners(name)) for name in ((option,) if same else (option, *words))]
-    siblings = [
-        f" {'It' if name == option else name} is a flag of {commands}." for name, commands in owners if commands
-    ]
+    siblings = [f" {'It' if name == option else name} is a flag of {others}." for name, others in owners if others]
     return f"Unknown option: {option}.{''.join(siblings[:1])}" + (f" Did you mean {near}?" if near else "")
 
 

@@ -21,6 +21,11 @@ _OF_WORKERS = (
     "prefill", "decode", "prefill_tp", "prefill_pp", "decode_tp", "prefill_page_size", "decode_page_size",
     "prefill_layout", "decode_layout", "prefill_device", "transport", "timeline",
 )  # fmt: skip
+_BOUNDS = {
+    "requests": (1, 1_000_000), "concurrency": (1, 4_096), "prompt_bytes_max": (1, 1 << 19), "max_tokens": (1, 65_536),
+    "shared_prefix": (0, 1 << 18), "seed": (0, (1 << 63) - 1), "prefill": (1, 64), "decode": (1, 64),
+    "prefill_tp": (1, SIZE_MAX), "prefill_pp": (1, SIZE_MAX), "decode_tp": (1, SIZE_MAX),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,23 +70,15 @@ class DemoConfig:
         from ...transports.registry import check_name
 
         check_name(self.transport)
-        if self.requests is not None:
-            bound("requests", self.requests, 1, 1_000_000)
-        bound("concurrency", self.concurrency, 1, 4_096)
-        bound("prompt_bytes_max", self.prompt_bytes_max, 1, 1 << 19)
-        bound("shared_prefix", self.shared_prefix, 0, 1 << 18)
-        bound("max_tokens", self.max_tokens, 1, 65_536)
-        bound("seed", self.seed, 0, (1 << 63) - 1)
-        bound("prefill", self.prefill, 1, 64)
-        bound("decode", self.decode, 1, 64)
+        for name, (low, high) in _BOUNDS.items():
+            if (value := getattr(self, name)) is not None:
+                bound(name, value, low, high)
         if self.model not in BUILT_IN and (self.hisparse or max(self.prefill_tp, self.prefill_pp, self.decode_tp) > 1):
             raise ConfigError(f"hisparse, prefill_tp, prefill_pp and decode_tp are for {STAMP} and {REFERENCE} alone")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
             if option.lower() in ("digests=false", "digests=0"):
                 raise ConfigError(f"engine_option = {option!r}: answers are compared by their digests")
-        for name in ("prefill_tp", "prefill_pp", "decode_tp"):
-            bound(name, getattr(self, name), 1, SIZE_MAX)
         power_of_two("prefill_page_size", self.prefill_page_size, PAGE_SIZE_MAX)
         power_of_two("decode_page_size", self.decode_page_size, PAGE_SIZE_MAX)
         self._check_running()

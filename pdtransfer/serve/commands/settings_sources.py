@@ -45,7 +45,7 @@ def sources(path: Path | None) -> list[Callable[..., None]]:
     warn of them.
     """
     file = [] if path is None else [Dict(data=read(path), source=str(path))]
-    return [Env(PREFIX, command=False, show=False), *file, _launcher]
+    return [Env(PREFIX, command=False, show=False), *file, check_tokens, _launcher]
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -105,6 +105,16 @@ def nearest(name: str, names: Iterable[str], likeness_min: float = 0.6) -> str:
 def _parts(name: str) -> tuple[str, str]:
     whole = name.lower().lstrip("-").replace("_", "-").replace("limits-", "limits.")
     return whole, whole.rpartition(".")[2]
+
+
+def check_tokens(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001
+    """Raises ConfigError for what cyclopts converts to another value: an empty path, and an integer's fraction."""
+    for argument in arguments:
+        name, values = argument.name.lstrip("-").replace("-", "_"), [token.value for token in argument.tokens]
+        if argument.hint in (Path, Path | None) and "" in values:
+            raise ConfigError(f"{name} = '': must be a path, or left out")
+        if argument.hint in (int, int | None) and re.search(r"\.\d*[1-9]", " ".join(values)):
+            raise ConfigError(f"{name} = {values[-1]}: must be an integer")
 
 
 def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001

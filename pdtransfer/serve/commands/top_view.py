@@ -131,8 +131,7 @@ def worker_lines(
     lines = [head, *(_worker(worker, columns, name_width) for worker in shown)]
     if len(shown) < len(workers):
         ready = sum(worker.state == "ready" for worker in workers)
-        rest = f"{len(workers) - len(shown)} more, {ready} of {len(workers)} ready"
-        lines.append(Text(rest, style="dim"))
+        lines.append(Text(f"{len(workers) - len(shown)} more, {ready} of {len(workers)} ready", style="dim"))
     return lines
 
 
@@ -168,10 +167,8 @@ def _failures(failures: list[FailureStatus], width: int) -> list[Text]:
     for failure in failures:
         clock_time = time.strftime("%H:%M:%S", time.localtime(failure.time))
         how = "retried" if failure.retried else str(failure.status or "-")
-        line = Text.assemble(
-            (clock_time, "dim"), " ", (f"{printable(failure.cause):14} ", "yellow" if failure.retried else "red")
-        )
-        line.append(f"{how:7} ")
+        cause = f"{printable(failure.cause):14} ", "yellow" if failure.retried else "red"
+        line = Text.assemble((clock_time, "dim"), " ", cause, f"{how:7} ")
         if width >= 120:
             line.append(f"{printable(failure.room or '-'):16} ").append(
                 f"{printable(failure.prefill or '-')} -> {printable(failure.decode or '-')}  ", style="dim"
@@ -230,12 +227,8 @@ def milliseconds(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Returns a time in its two largest units."""
-    rest, units = int(seconds), (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
-    for index, (unit, size) in enumerate(units):
+    rest = max(0, int(seconds))
+    for unit, size, lower, lower_size in (("d", 86_400, "h", 3_600), ("h", 3_600, "m", 60), ("m", 60, "s", 1)):
         if rest >= size:
-            text = f"{rest // size}{unit}"
-            if index + 1 < len(units):
-                lower, lower_size = units[index + 1]
-                text += f"{rest % size // lower_size:02}{lower}"
-            return text
-    return "0s"
+            return f"{rest // size}{unit}{rest % size // lower_size:02}{lower}"
+    return f"{rest}s"

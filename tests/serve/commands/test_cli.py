@@ -213,23 +213,18 @@ def test_router_does_not_import_torch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_reader_that_closes_early_is_no_error() -> None:
+@pytest.mark.parametrize("prints", ["print", "__import__('rich').get_console().print"])
+def test_a_reader_that_closes_early_is_no_error(prints: str) -> None:
     script = (
         "import sys, types; from pdtransfer.serve.commands import cli; "
-        "fake = types.SimpleNamespace(run=lambda _: [print('x' * 99) for _ in range(10_000)] and 0); "
+        f"fake = types.SimpleNamespace(run=lambda _: [{prints}('x' * 77) for _ in range(10_000)] and 0); "
         "sys.modules['pdtransfer.serve.commands.demo'] = fake; sys.exit(cli.main(['demo']))"
     )
     command = [f"'{sys.executable}' -c \"$SCRIPT\" | head -n 1; echo ${{PIPESTATUS[0]}}"]
-    done = subprocess.run(
-        ["bash", "-c", *command],
-        env={**os.environ, "SCRIPT": script},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environment, outputs = {**os.environ, "SCRIPT": script}, {"capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-c", *command], env=environment, timeout=120, check=False, **outputs)
     assert done.stderr == ""
-    assert done.stdout.splitlines() == ["x" * 99, "141"]
+    assert done.stdout.splitlines() == ["x" * 77, "141"]
 
 
 def test_interrupted_process_ends_with_130_and_no_traceback(tmp_path: Path) -> None:

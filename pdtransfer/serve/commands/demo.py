@@ -164,32 +164,32 @@ def _slots(model: DemoModel, texts: Sequence[str]) -> int:
 
 
 def _fleet(config: DemoConfig, model: DemoModel, slots: int, logs: Path) -> Fleet:
-    options = tuple(f"{name}={value}" for name, value in model.engine_options().items())
+    shared: dict[str, Any] = {"limits": LIMITS, "timeline": config.timeline, "model": config.model}
+    worker: dict[str, Any] = shared | {
+        "bind": "tcp://127.0.0.1:0", "listen": "127.0.0.1:0", "slots": slots, "transport": config.transport,
+        "engine_option": tuple(f"{name}={value}" for name, value in model.engine_options().items()),
+    }  # fmt: skip
     prefill = [
         PrefillConfig(
-            bind="tcp://127.0.0.1:0", listen="127.0.0.1:0", model=config.model, slots=slots,
-            page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
-            limits=LIMITS, engine_option=options, device=config.devices[0], tp_size=config.prefill_tp,
-            pp_size=config.prefill_pp, transport=config.transport, timeline=config.timeline,
+            node=f"prefill-{number}", page_size=config.prefill_page_size, host_layout=config.prefill_layout,
+            device=config.devices[0], tp_size=config.prefill_tp, pp_size=config.prefill_pp, **worker,
         )
         for number in range(config.prefill)
     ]  # fmt: skip
-    limits = LIMITS
-    hisparse: dict[str, Any] = {}
     if config.hisparse:  # the device has room for few requests
-        hot, limits = _hot_tokens(model), replace(LIMITS, hisparse_wait_steps=2, hisparse_quantum_steps=6)
-        device = HOT_REQUESTS * (hot + 1)
-        hisparse = {"enable_hisparse": True, "hot_tokens": hot, "device_slots": device, "dense_slots": 64}
+        hot = _hot_tokens(model)
+        worker |= {
+            "enable_hisparse": True, "hot_tokens": hot, "device_slots": HOT_REQUESTS * (hot + 1), "dense_slots": 64,
+            "limits": replace(LIMITS, hisparse_wait_steps=2, hisparse_quantum_steps=6),
+        }  # fmt: skip
     decode = [
         DecodeConfig(
-            bind="tcp://127.0.0.1:0", listen="127.0.0.1:0", model=config.model, slots=slots,
-            page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=limits,
-            socket_directory=logs / "sockets", engine_option=options, device=config.devices[1], verify=config.verify,
-            tp_size=config.decode_tp, transport=config.transport, timeline=config.timeline, **hisparse,
+            node=f"decode-{number}", page_size=config.decode_page_size, host_layout=config.decode_layout,
+            device=config.devices[1], tp_size=config.decode_tp, verify=config.verify,
+            socket_directory=logs / "sockets", **worker,
         )
         for number in range(config.decode)
     ]  # fmt: skip
-    shared: dict[str, Any] = {"limits": LIMITS, "timeline": config.timeline, "model": config.model}
     return Fleet(prefill, decode, RouterConfig(listen="127.0.0.1:0", node="router", **shared), logs)
 
 

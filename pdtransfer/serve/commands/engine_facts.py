@@ -82,7 +82,11 @@ def run(prefill: str, decode: str, *, api_key: Path | None, json: bool) -> int:
     ours = _Server("prefill_url", prefill, key, wait_s=WAIT_S)
     theirs = _Server("decode_url", decode, key, wait_s=WAIT_S)
     first, second = ours.identity(), theirs.identity()
-    misfits = _misfits((ours.url, first), (theirs.url, second))
+    if first.role == "decode":
+        misfits = [f"role: {ours.url} has 'decode', must be 'prefill'"]
+    else:  # the lines that both engines would log at their first connection
+        pair = second.in_role("decode", theirs.url), first.in_role("prefill", ours.url)
+        misfits = differences(*pair, role="decode")
     longest = longest_request([first], [second], lambda shown: shown.context_tokens or TOKENS_MAX)
     longest = None if misfits or longest >= TOKENS_MAX else longest
     rows = compare(first, second)
@@ -112,15 +116,6 @@ def compare(prefill: ShownIdentity, decode: ShownIdentity) -> list[Row]:
         return "may differ" if name in (ENGINE, LONGEST) or (equal and name != "model") else "differs"
 
     return [Row(name, ours, theirs, state(name, ours, theirs)) for name, ours, theirs in pairs]
-
-
-def _misfits(prefill: tuple[str, ShownIdentity], decode: tuple[str, ShownIdentity]) -> list[str]:
-    """The lines that both engines would log at their first connection."""
-    (url, first), (other, second) = prefill, decode
-    if first.role == "decode":
-        return [f"role: {url} has 'decode', must be 'prefill'"]
-    ours = first.in_role("prefill", url)
-    return differences(second.in_role("decode", other), ours, role="decode")
 
 
 class _Server(HttpClient):

@@ -41,7 +41,8 @@ class HttpClient:
             body_read = answer.read(ANSWER_BYTES_MAX + 1)
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
-            raise WorldError(f"{self.url} does not answer: {_reason(error)}") from None
+            reason = printable(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+            raise WorldError(f"{self.url} does not answer: {reason}") from None
         if len(body_read) > ANSWER_BYTES_MAX:
             self._connection.close()
             raise WorldError(f"{self.url}{path}: its answer is longer than {ANSWER_BYTES_MAX} bytes")
@@ -70,7 +71,3 @@ def read_api_key(path: Path | None) -> str:
     if not key.isascii() or not key.isprintable() or len(key.split()) != 1:
         raise ConfigError(f"api_key = '{path}': must be one word of ASCII characters")
     return key
-
-
-def _reason(error: Exception) -> str:
-    return printable(getattr(error, "strerror", None) or str(error) or type(error).__name__)

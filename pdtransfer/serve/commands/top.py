@@ -7,10 +7,10 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar
 
 import msgspec
 from cyclopts import Parameter
@@ -59,8 +59,8 @@ def top(
         if once or not console.is_terminal:
             console.print(_picture(console, status_document(source, FleetStatus), source.url, height=None))
             return 0
-        with _single_keys() as key_pressed:
-            _watch(source, console, interval, key_pressed)
+        with _single_keys() as keyboards:
+            _watch(source, console, interval, keyboards)
         return 0
     finally:
         source.close()
@@ -70,7 +70,7 @@ def _picture(console: Console, status: FleetStatus | None, url: str, why: str = 
     return view(status, url, why, width=console.width, height=height, ascii_only=console.options.ascii_only)
 
 
-def _watch(source: HttpClient, console: Console, interval_s: float, key_pressed: Callable[[float], str]) -> None:
+def _watch(source: HttpClient, console: Console, interval_s: float, keyboards: list[TextIO]) -> None:
     """Draws until `q` is pressed. A router that does not answer is asked again."""
     status: FleetStatus | None = None
     with Live(console=console, screen=True, auto_refresh=False, transient=True) as live:
@@ -81,31 +81,20 @@ def _watch(source: HttpClient, console: Console, interval_s: float, key_pressed:
             except WorldError as error:
                 why = str(error)
             live.update(_picture(console, status, source.url, why, height=console.height), refresh=True)
-            if key_pressed(max(0.0, began_s + interval_s - time.monotonic())) in ("q", "Q"):
+            readable, _, _ = select.select(keyboards, [], [], max(0.0, began_s + interval_s - time.monotonic()))
+            if any(keyboard.read(1) in ("q", "Q") for keyboard in readable):
                 return
 
 
 @contextmanager
-def _single_keys() -> Generator[Callable[[float], str]]:
-    """Lets keys be read one by one, without an echo; yields a wait of this many seconds for one, which returns it or an
-    empty text. Restores the terminal."""
+def _single_keys() -> Generator[list[TextIO]]:
+    """Lets keys be read one by one, without an echo. Yields standard input where it is a terminal, and restores it."""
     if not sys.stdin.isatty():
-        yield _only_wait
+        yield []
         return
-    file = sys.stdin.fileno()
-    before = termios.tcgetattr(file)
-
-    def wait(seconds: float) -> str:
-        readable, _, _ = select.select([file], [], [], seconds)
-        return sys.stdin.read(1) if readable else ""
-
+    before = termios.tcgetattr(sys.stdin)
     try:
-        tty.setcbreak(file)
-        yield wait
+        tty.setcbreak(sys.stdin)
+        yield [sys.stdin]
     finally:
-        termios.tcsetattr(file, termios.TCSADRAIN, before)
-
-
-def _only_wait(seconds: float) -> str:
-    time.sleep(seconds)
-    return ""
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

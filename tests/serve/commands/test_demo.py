@@ -483,12 +483,8 @@ def test_with_hisparse_hits_are_a_share(
     answers(answered("a" * 128), answered("b" * 129))
     assert run(replace(CONFIG, hisparse=True)) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["hit_rate"], report["retracts"], report["longer_than_hot"], report["index_copies"]) == (
-        0.75,
-        5,
-        1,
-        0,
-    )
+    shown = {"hit_rate": 0.75, "retracts": 5, "longer_than_hot": 1, "index_copies": 0}
+    assert shown.items() <= report.items()
     assert run(replace(CONFIG, hisparse=True, json=False)) == 0
     out = capsys.readouterr().out
     assert "75.0% of picks were hot" in out

@@ -11,7 +11,8 @@ from hashlib import sha256
 from typing import TypeVar
 
 from ...bus.keys import AllowList, Endpoint, is_literal, is_loopback
-from ...errors import ConfigError
+from ...errors import ConfigError, RemoteProtocolError
+from ...schema import convert
 
 
 class RequestError(ValueError):
@@ -56,6 +57,14 @@ USE_BITS = 20
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+def checked(value: object, kind: type[V], named: str = "") -> V:
+    """What others have written, as this type. Raises RequestError, which names the wrong field behind `named`."""
+    try:
+        return convert(value, kind)
+    except RemoteProtocolError as error:
+        raise RequestError(f"{named}{error}") from None
 
 
 def tag_of(bootstrap_room: int) -> int:

@@ -8,17 +8,15 @@ schedulers get the types that they expect.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 from msgspec.structs import asdict, fields
 
 from ...bus.keys import address_of
-from ...errors import RemoteProtocolError
 from ...limits import PEERS_MAX
-from ...schema import convert
 from ...wire.ranks import SIZE_MAX
-from ..kit.peers import Reachable, RequestError
+from ..kit.peers import Reachable, RequestError, checked
 
 _TEXT_LENGTH_MAX = 256
 _ROOM_MAX = 2**63 - 1
@@ -28,7 +26,6 @@ Port = Annotated[int, Meta(ge=1, le=0xFFFF)]
 Text = Annotated[str, Meta(max_length=_TEXT_LENGTH_MAX)]
 Host = Annotated[str, Meta(min_length=1, max_length=512)]  # with a key in front
 DpRank = Annotated[int, Meta(ge=0, lt=SIZE_MAX)]
-Answer = TypeVar("Answer")
 
 
 class ServerAnswer(Struct, frozen=True, kw_only=True):
@@ -63,23 +60,16 @@ class _Request(Struct, frozen=True):
 NO_SERVER = asdict(ServerAnswer(attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, follow_bootstrap_room=True))
 
 
-def _answer(value: object, kind: type[Answer]) -> Answer:
-    try:
-        return convert(value, kind)
-    except RemoteProtocolError as error:
-        raise RequestError(str(error)) from None
-
-
 def check_room(bootstrap_room: object) -> None:
     """Raises RequestError for a number that SGLang cannot keep: it compares rooms in 64 bits, and takes 0 for none. A
     larger one would end the prefill engine."""
-    _answer({"bootstrap_room": bootstrap_room}, _Request)
+    checked({"bootstrap_room": bootstrap_room}, _Request)
 
 
 def server_fields(answer: dict[str, Any]) -> dict[str, Any]:
     """The fields of a prefill server, those alone that ServerAnswer has. Raises RequestError, also for more ranks than
     a room can have."""
-    server = _answer(answer, ServerAnswer)
+    server = checked(answer, ServerAnswer)
     if (count := server.attn_tp_size * server.pp_size) > PEERS_MAX:
         raise RequestError(f"attn_tp_size: {count} ranks together with pp_size, must be at most {PEERS_MAX}")
     return {field.name: getattr(server, field.name) for field in fields(server) if field.name in answer}
@@ -87,15 +77,12 @@ def server_fields(answer: dict[str, Any]) -> dict[str, Any]:
 
 def rank_fields(answer: object) -> dict[str, Any]:
     """Where a prefill rank listens, as SGLang keeps it. Raises RequestError."""
-    return asdict(_answer(answer, RankAnswer))
+    return asdict(checked(answer, RankAnswer))
 
 
 def dp_ranks(answer: object) -> dict[str, int]:
     """The data parallel rank of each room. Raises RequestError."""
-    try:
-        return convert(answer, dict[str, DpRank])
-    except RemoteProtocolError as error:
-        raise RequestError(f"query_dp_ranks: {error}") from None
+    return checked(answer, dict[str, DpRank], "query_dp_ranks: ")
 
 
 def sources_of(ranks: Sequence[dict[str, Any]], reachable: Reachable) -> list[str]:

@@ -12,13 +12,6 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    SupportsHMA,
-)
 
 from ...client.api import weights_digest
 from ...errors import ConfigError
@@ -44,17 +37,17 @@ log = dialect.log
 
 
 @dataclass
-class OrdersMetadata(KVConnectorMetadata):
+class OrdersMetadata(base.KVConnectorMetadata):
     """What the scheduler sends to the workers with each step."""
 
     orders: Orders
 
 
-class Announced(RankRuns, KVConnectorHandshakeMetadata):
+class Announced(RankRuns, base.KVConnectorHandshakeMetadata):
     """RankRuns, as vLLM carries it from a worker to the scheduler."""
 
 
-class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
+class PDTransferConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """Hands requests over from prefill engines to decode engines.
 
     Prefill's KV leaves layer by layer as it is computed, and lands in the blocks that decode's scheduler chose.
@@ -63,7 +56,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     if "hit_source" in dialect.HAS:
         _cache_hit_source = base.CacheHitSource.P2P  # how vLLM's metrics label the tokens that were handed over
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         dialect.join_logs()
         check_cache_dtype(vllm_config.cache_config)
@@ -83,7 +76,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._on_card = False
         if self._settings.bootstrap and parallel.data_parallel_size > 1:
             raise ConfigError("bootstrap: each data parallel rank is an engine of its own: only one can listen there")
-        if role is KVConnectorRole.SCHEDULER:
+        if role is base.KVConnectorRole.SCHEDULER:
             _, allowed = self._settings.keys_of(Ranks())
             self._scheduler = SchedulerSide(
                 [group for group, _ in self._groups], engine_id=transfer.engine_id,
@@ -188,13 +181,13 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Worker: steps
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:
         """Blocks of preempted requests are about to be overwritten: nothing reads them any more after this."""
         assert isinstance(kv_connector_metadata, OrdersMetadata)
         if self._worker is not None:
             self._worker.quiesce(kv_connector_metadata.orders)
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: base.KVConnectorMetadata) -> None:
         """Before the model runs, or in a step without it."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, OrdersMetadata)
@@ -255,7 +248,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         data = self._worker.take_figures() if self._worker is not None else None
         return None if data is None else TransferStats(data=data)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         """What this rank announces to the scheduler."""
         return self._announced
 
@@ -307,7 +300,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Groups that a load fills."""
         return tuple(group.index for group, _ in self._groups)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         """The orders of a step."""
         return OrdersMetadata(self._side.orders(scheduler_output))
 

@@ -15,11 +15,9 @@ from msgspec import Meta, Struct
 
 from ...bus.keys import Endpoint, address_of
 from ...client.api import room_id
-from ...errors import RemoteProtocolError
 from ...limits import PEERS_MAX
-from ...schema import convert
 from ...wire.ranks import SIZE_MAX, label, ranks_of
-from ..kit.peers import Reachable, RequestError, room_of
+from ..kit.peers import Reachable, RequestError, checked, room_of
 from . import bootstrap
 
 TEXT_LENGTH_MAX = 256
@@ -96,7 +94,7 @@ def parse(params: object, reachable: Reachable, request_id: str = "") -> Wanted 
     """The hand-off that the request of this engine asks for; None for one without. Raises RequestError."""
     if params is None:
         return None
-    asked = _checked(params)
+    asked = checked(params, TransferParams, "kv_transfer_params: ")
     if asked.do_remote_decode and asked.do_remote_prefill:
         raise RequestError("do_remote_prefill, do_remote_decode: both are true, one must be false")
     if asked.do_remote_decode:
@@ -108,7 +106,8 @@ def parse(params: object, reachable: Reachable, request_id: str = "") -> Wanted 
     client_id = asked.remote_request_id or ""
     if asked.remote_bootstrap_addr is not None:
         named = bootstrap.params_of(_required("remote_engine_id", asked.remote_engine_id))
-        asked = _checked({"transfer_id": _required("transfer_id", asked.transfer_id)} | named)
+        named["transfer_id"] = _required("transfer_id", asked.transfer_id)
+        asked = checked(named, TransferParams, "kv_transfer_params: ")
     if asked.transfer_mode not in (None, "push"):
         text = f"{asked.transfer_mode!r}, not 'push': the prefill engine has a different connector"
         raise RequestError(f"transfer_mode: {text}")
@@ -196,13 +195,6 @@ def _derived(asked: TransferParams, reachable: Reachable) -> list[str]:
         f"{reachable.key_of(name if index == 0 else f'{name}-{label(rank)}')}{address_of(host, port + index)}"
         for index, rank in enumerate(ranks)
     ]
-
-
-def _checked(params: object) -> TransferParams:
-    try:
-        return convert(params, TransferParams)
-    except RemoteProtocolError as error:
-        raise RequestError(f"kv_transfer_params: {error}") from None
 
 
 def _required(name: str, value: Value | None) -> Value:

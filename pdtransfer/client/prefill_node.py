@@ -83,8 +83,7 @@ class PrefillNode:
         core = self.core = PrefillSessions(
             identity, components, settings.limits, group_is_known=settings.group is not None
         )
-        self._silence_s = settings.limits.silence_ms / 1e3
-        self._condemned = condemned
+        self._silence_s, self._condemned = settings.limits.silence_ms / 1e3, condemned
         self.bus = settings.bus(self.receive, self._report_gone)
         ticker = Ticker(
             core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock, self.bus.read_lines
@@ -246,11 +245,16 @@ class PrefillNode:
     def _hold_or_write(self, order: Write) -> None:
         """A write goes once its gate is open, but a thread that launches on a GPU waits for CUDA events itself."""
         gate, key = order.after, (order.session, order.grant)
-        if gate is None or gate.opened_ns or (gate.next is not None and self.transport.sleeps_on_cuda(order.session)):
-            self.transport.write(order)
-            return
-        self._held.setdefault(key, []).append(order)
-        self._events.call(key, GateEvent(gate), partial(self._release, key))
+        if gate is not None and (gate.next is None or not self.transport.sleeps_on_cuda(order.session)):
+            try:
+                opened = gate.opened_ns if key in self._held else gate.poll(time.monotonic_ns())
+            except Exception:  # noqa: BLE001 (the queue of events asks again, and reports it)
+                opened = False
+            if not opened:
+                self._held.setdefault(key, []).append(order)
+                self._events.call(key, GateEvent(gate), partial(self._release, key))
+                return
+        self.transport.write(order)
 
     def _release(self, key: tuple[int, int]) -> None:
         order, *left = self._held.pop(key)

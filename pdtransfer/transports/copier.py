@@ -57,10 +57,6 @@ class CopyWork(Work):
     def stop(self) -> None:
         self.cancel.set()
 
-    def carry(self) -> None:
-        """Does all of it in the calling thread."""
-        self.done(*attempt(lambda: sum(piece() for _, piece in self.pieces)))
-
     def done(self, checksum: int | None, text: str) -> None:
         """What was attempted of it has this checksum, or has failed for this reason."""
         self.add(checksum or 0)
@@ -158,7 +154,7 @@ class Copier:
         if not self._small_bytes:
             self._loop.call_soon(self._next_turn)
         self._small_bytes += work.byte_count
-        work.carry()
+        work.done(*attempt(lambda: sum(piece() for _, piece in work.pieces)))
         self._works.end(work)
 
     def _next_turn(self) -> None:

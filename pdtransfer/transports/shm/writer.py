@@ -287,7 +287,7 @@ class ShmWriter:
         if mapped.held.pop(order.write, None) is None:
             return
         if text:
-            self._report(mapped, order, Outcome.FAILED, text)
+            self._fail(order, text)
         else:
             self._start(mapped, arena, order)
 
@@ -324,17 +324,17 @@ class ShmWriter:
             left = await self._enter(session, mapped, threads, partial(enter, left))
 
     def _start(self, mapped: _Session, arena: _WritableArena, order: Write) -> None:
-        """A write that cannot be made ends as failed, in a later turn of the loop."""
+        """A write that cannot be made ends as failed."""
         if isinstance(self._writer, GpuWriter):
-            write, text = attempt(lambda: self._gpu_write(mapped, arena, order))
+            write, text = attempt(partial(self._gpu_write, mapped, arena, order))
             if write is not None:
                 self._writer.add(write)
         else:
-            job, text = attempt(lambda: self._copy_job(mapped, arena, order))
+            job, text = attempt(partial(self._copy_job, mapped, arena, order))
             if job is not None:
                 self._writer.add(job, here=True)
         if text:
-            self._loop.call_soon(self._report, mapped, order, Outcome.FAILED, text)
+            self._fail(order, text)
 
     def _copy_job(self, mapped: _Session, arena: _WritableArena, order: Write) -> CopyWork:
         lines = lines_for(order, self._components, arena.components, mapped.lines) if order.verify else None
@@ -371,21 +371,24 @@ class ShmWriter:
         """On the loop."""
         mapped = self._sessions[order.session]
         mapped.unknown |= work.outcome is Outcome.UNKNOWN
-        self._report(mapped, order, work.outcome, work.text, work.checksum)
-
-    def _report(self, mapped: _Session, order: Write, outcome: Outcome, text: str, checksum: int = 0) -> None:
         mapped.writes -= 1
         try:
-            self._wrote(order, outcome, text, checksum)
+            self._wrote(order, work.outcome, work.text, work.checksum)
         finally:
             self._leave(order.session, mapped)
+
+    def _fail(self, order: Write, text: str) -> None:
+        """Ends a write of which nothing was begun, in a later turn of the loop."""
+        work = Work(turn=(order.session, order.grant), report=partial(self._ended, order))
+        work.fail(text)
+        self._loop.call_soon(work.report, work)
 
     def cancel(self, session: int, grant: int) -> None:
         """Stops this grant's writes at their next rows. Each still reports: FAILED, unless it had ended."""
         if (mapped := self._sessions.get(session)) is not None:
             for order in [order for order in mapped.held.values() if order.grant == grant]:
                 del mapped.held[order.write]
-                self._loop.call_soon(self._report, mapped, order, Outcome.FAILED, CANCELLED)
+                self._fail(order, CANCELLED)
         self._writer.stop(session, grant)
 
     async def fence(self, session: int) -> bool:  # noqa: ARG002 (of any session)

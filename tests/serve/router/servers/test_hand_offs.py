@@ -42,7 +42,7 @@ def test_what_differs_is_named_with_both_values() -> None:
         "http://p0": {"block_size": "16", "dtype": "float32"}, "http://p1": {"block_size": "32"}, "http://p2": None,
         "http://p3": {"block_size": [16]},
     }  # fmt: skip
-    lines = differences("http://d0", ("block_size=32", "kv_dtype=fp8"), prefills)
+    lines = differences("http://d0", HandOffs(refusals=("block_size=32", "kv_dtype=fp8")), prefills)
     assert lines == ["block_size: http://p0 has '16', http://d0 '32'"]
 
 

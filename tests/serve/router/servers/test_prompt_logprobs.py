@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from pdtransfer.errors import RemoteProtocolError
-from pdtransfer.serve.router.backends.servers.sglang import asks_for_logprobs, with_logprobs
+from pdtransfer.serve.router.backends.servers.sglang import SglangDialect, asks_for_logprobs
 from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import ServerSite
@@ -42,7 +42,7 @@ def fields(**body: Any) -> dict[str, msgspec.Raw]:
 
 
 def joined_json(prefill: object, decode: object) -> object:
-    return json.loads(with_logprobs(json.dumps(prefill).encode(), json.dumps(decode).encode()))
+    return json.loads(SglangDialect().joined(json.dumps(prefill).encode(), json.dumps(decode).encode()))
 
 
 @pytest.mark.parametrize(

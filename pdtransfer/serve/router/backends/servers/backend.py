@@ -180,9 +180,7 @@ class Servers:
                 "identity": server.identity,
                 "waiting": server.waiting,
                 "hand_offs": server.hand_offs,
-                "differs": []
-                if server.hand_offs is None
-                else differences(server.url, server.hand_offs.refusals, facts),
+                "differs": differences(server.url, server.hand_offs, facts),
             }
             for server in self.pool.all
         ]
@@ -249,11 +247,7 @@ def _headers(client: ClientRequest) -> dict[str, str]:
     if client.trace is not None:
         headers[TRACEPARENT] = client.traceparent
         state = client.tracestate
-        if (
-            client.continues_trace
-            and 0 < len(state) <= TRACESTATE_LENGTH_MAX
-            and state.isascii()
-            and state.isprintable()
-        ):
+        is_valid = 0 < len(state) <= TRACESTATE_LENGTH_MAX and state.isascii() and state.isprintable()
+        if client.continues_trace and is_valid:
             headers["tracestate"] = state
     return headers

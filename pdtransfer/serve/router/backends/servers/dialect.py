@@ -14,7 +14,7 @@ from .....limits import TOKENS_MAX
 from .....schema import parse
 from ...fleet.roles import Role
 from .server_pool import ServerIdentity, Waiting
-from .server_request import OBJECT, OBJECTS, Fields, ServerRequest
+from .server_request import OBJECT, OBJECTS, Fields, ServerRequest, choices_of
 
 ONE = Raw(b"1")
 FALSE = Raw(b"false")
@@ -61,10 +61,10 @@ class Dialect:
         Raises RemoteProtocolError for an answer that is not this engine's."""
         raise NotImplementedError
 
-    def choices(self, path: str, fields: Fields, prompts: int) -> int:
-        """How many answers each prompt gets on this path. Raises RefusedRequestError for what these servers cannot hand
-        over."""
-        raise NotImplementedError
+    def choices(self, path: str, fields: Fields, prompts: int) -> int:  # noqa: ARG002
+        """How many answers each prompt gets on this path, as OpenAI's API has it. Raises RefusedRequestError for what
+        these servers cannot hand over."""
+        return choices_of(fields)
 
     def apart(self, request: ServerRequest) -> Callable[[int], ServerRequest] | None:  # noqa: ARG002
         """Returns what makes the request for choice i, where the servers get one for each choice; None where they get

@@ -65,11 +65,11 @@ def hand_offs_of(metrics: bytes) -> HandOffs | None:
     return HandOffs(received, computed, kv_bytes, tuple(refusals)) if lines else None
 
 
-def differences(decode: str, refusals: tuple[str, ...], prefills: Mapping[str, object]) -> list[str]:
-    """A line for each fact in which a decode server differs from a prefill server, with both values. `prefills` are
-    facts by the server's URL, as it reported them."""
+def differences(decode: str, counted: HandOffs | None, prefills: Mapping[str, object]) -> list[str]:
+    """A line for each fact in which a decode server differs from a prefill server, with both values, by what decode has
+    `counted`. `prefills` are facts by the server's URL, as it reported them."""
     lines: list[str] = []
-    for refusal in refusals:
+    for refusal in () if counted is None else counted.refusals:
         name, _, value = refusal.partition("=")
         for url, facts in prefills.items():
             theirs = cast("dict[object, object]", facts).get(name) if isinstance(facts, dict) else None

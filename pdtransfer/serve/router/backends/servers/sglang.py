@@ -142,8 +142,24 @@ class SglangDialect(Dialect):
         return asks_for_logprobs(request.path, request.fields)
 
     def joined(self, prefill: bytes, decode: bytes) -> bytes:
-        """Decode's, with the logprobs of the prompt."""
-        return with_logprobs(prefill, decode)
+        """Decode's whole answer with the prompt's logprobs of prefill's. Raises RemoteProtocolError where the two are
+        not of one request."""
+        answer = parse(decode, EITHER)
+        if not isinstance(answer, list) and "choices" in answer:
+            choices = parse(answer["choices"], OBJECTS)
+            of_prefill, of_decode = (parse(text, _COMPLETION).choices for text in (prefill, decode))
+            _check_equal(len(of_prefill), len(of_decode))
+            for choice, first, rest in zip(choices, of_prefill, of_decode, strict=True):
+                choice["logprobs"] = Raw(msgspec.json.encode(_completed(first.logprobs, rest.logprobs)))
+            answer["choices"] = Raw(msgspec.json.encode(choices))
+            return msgspec.json.encode(answer)
+        of_prefill, of_decode = (_list(parse(text, _GENERATED)) for text in (prefill, decode))
+        answers: list[dict[str, Raw]] = _list(answer)
+        _check_equal(len(of_prefill), len(answers))
+        for generated, first, rest in zip(answers, of_prefill, of_decode, strict=True):
+            of_prompt = {name: first.meta_info[name] for name in _OF_PROMPT if name in first.meta_info}
+            generated["meta_info"] = Raw(msgspec.json.encode(rest.meta_info | of_prompt))
+        return msgspec.json.encode(answer)
 
     def prefill_body(
         self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None, *, early: bool = False
@@ -257,27 +273,6 @@ def _value(fields: Fields, name: str, decoder: msgspec.json.Decoder[Any]) -> Any
         return parse(fields[name], decoder) if name in fields else None
     except RemoteProtocolError:
         return None
-
-
-def with_logprobs(prefill: bytes, decode: bytes) -> bytes:
-    """Decode's whole answer with the prompt's logprobs of prefill's. Raises RemoteProtocolError for answers that are
-    not of one request."""
-    answer = parse(decode, EITHER)
-    if not isinstance(answer, list) and "choices" in answer:
-        choices = parse(answer["choices"], OBJECTS)
-        of_prefill, of_decode = (parse(text, _COMPLETION).choices for text in (prefill, decode))
-        _check_equal(len(of_prefill), len(of_decode))
-        for choice, first, rest in zip(choices, of_prefill, of_decode, strict=True):
-            choice["logprobs"] = Raw(msgspec.json.encode(_completed(first.logprobs, rest.logprobs)))
-        answer["choices"] = Raw(msgspec.json.encode(choices))
-        return msgspec.json.encode(answer)
-    of_prefill, of_decode = (_list(parse(text, _GENERATED)) for text in (prefill, decode))
-    answers: list[dict[str, Raw]] = _list(answer)
-    _check_equal(len(of_prefill), len(answers))
-    for generated, first, rest in zip(answers, of_prefill, of_decode, strict=True):
-        of_prompt = {name: first.meta_info[name] for name in _OF_PROMPT if name in first.meta_info}
-        generated["meta_info"] = Raw(msgspec.json.encode(rest.meta_info | of_prompt))
-    return msgspec.json.encode(answer)
 
 
 def _completed(first: dict[str, list[Raw]] | None, rest: dict[str, list[Raw]] | None) -> dict[str, list[Raw]]:

@@ -17,7 +17,7 @@ from .dialect import FALSE, ONE, Dialect, Port, ServerOrder, Text
 from .early_token import may_come_early, scored
 from .hand_offs import prompt_figures
 from .server_pool import ServerIdentity, Waiting
-from .server_request import CHAT, COMPLETIONS, Fields, ServerRequest, choices_of
+from .server_request import CHAT, COMPLETIONS, ServerRequest
 
 Size = Annotated[int, Meta(ge=1, le=0xFFFF)]
 FactText = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
@@ -76,11 +76,6 @@ class VllmDialect(Dialect):
         if params is None or params.remote_engine_id is None:
             return None
         return {name: value for name, value in asdict(params).items() if value is not None}
-
-    def choices(self, path: str, fields: Fields, prompts: int) -> int:
-        """As OpenAI's API has it."""
-        del path, prompts
-        return choices_of(fields)
 
     def prompt_figures(self, prefill: bytes) -> dict[bytes, bytes]:
         """Both are asked at once, so decode cannot have prefill's."""

@@ -21,7 +21,7 @@ import msgspec
 from ...errors import ConfigError
 from .backends.daemons.completions import detokenized, read_body, tokenized
 from .backends.servers.dialects import read_for_servers
-from .front.body_readers import ANSWER, ASK, FAILED, PART, READ, READY, REFUSED
+from .front.body_readers import ANSWER, ASK, FAILED, READ, READY, REFUSED
 from .front.json_bodies import Read, RefusedRequestError
 from .front.text import TextCodec, load_text
 
@@ -61,22 +61,18 @@ def main() -> None:
 def _read(pipe: socket.socket, text: TextCodec, reading: bytes, body: bytes) -> None:
     try:
         name, arguments = msgspec.msgpack.decode(reading)
-        read = READINGS[name](body, text=text, **arguments)
-        parts, read.parts = read.parts, []
-        head = msgspec.msgpack.encode(read)
+        read = msgspec.msgpack.encode(READINGS[name](body, text=text, **arguments))
     except RefusedRequestError as error:
         _answer(pipe, REFUSED, msgspec.msgpack.encode((error.param, error.text, error.code, error.status)))
     except Exception as error:  # noqa: BLE001 -- whatever it is, the next body is read
         _answer(pipe, FAILED, f"{type(error).__name__}: {error}"[:500].encode(errors="replace"))
     else:
-        _answer(pipe, READ, head, len(parts))
-        for part in parts:
-            pipe.sendall(PART.pack(len(part)))
-            pipe.sendall(part)
+        _answer(pipe, READ, read)
 
 
-def _answer(pipe: socket.socket, kind: int, head: bytes, parts: int = 0) -> None:
-    pipe.sendall(ANSWER.pack(kind, len(head), parts) + head)
+def _answer(pipe: socket.socket, kind: int, content: bytes) -> None:
+    pipe.sendall(ANSWER.pack(kind, len(content)))
+    pipe.sendall(content)
 
 
 def _received(asks: BinaryIO, length: int) -> bytes:

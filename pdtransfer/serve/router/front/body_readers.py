@@ -27,8 +27,7 @@ from .json_bodies import Read, RefusedRequestError
 from .text import TextCodec
 
 ASK = struct.Struct("<II")  # lengths of what to do, and of the body: both follow
-ANSWER = struct.Struct("<BII")  # kind, length of what follows, and the number of parts behind it
-PART = struct.Struct("<I")  # length of a part, which follows
+ANSWER = struct.Struct("<BI")  # kind, and length of what follows
 READY, READ, REFUSED, FAILED = range(4)  # kinds of answers; READY comes once, before all others
 Refusal: TypeAlias = tuple[str | None, str, str | None, int]  # param, text, code and status of a RefusedRequestError
 
@@ -172,20 +171,16 @@ class ReadingProcess:
         async with asyncio.timeout(READ_S):
             asks.writelines((ASK.pack(len(call), len(body)), call, body))
             await asks.drain()
-            kind, length, parts = ANSWER.unpack(await answers.readexactly(ANSWER.size))
-            head = await answers.readexactly(length)
-            if kind == FAILED:
-                raise EOFError(head.decode(errors="replace"))
-            if kind == REFUSED:
-                self.usable = True
-                param, text, code, status = msgspec.msgpack.decode(head, type=Refusal)
-                raise RefusedRequestError(param, text, code=code, status=status)
-            read = msgspec.msgpack.decode(head, type=reading.result)
-            for _ in range(parts):
-                (length,) = PART.unpack(await answers.readexactly(PART.size))
-                read.parts.append(await answers.readexactly(length))
+            kind, content = await _received(answers)
+        if kind == FAILED:
+            raise EOFError(content.decode(errors="replace"))
+        if kind == REFUSED:
             self.usable = True
-            return read
+            param, text, code, status = msgspec.msgpack.decode(content, type=Refusal)
+            raise RefusedRequestError(param, text, code=code, status=status)
+        read = msgspec.msgpack.decode(content, type=reading.result)
+        self.usable = True
+        return read
 
     async def close(self) -> None:
         """Kills it."""
@@ -207,8 +202,7 @@ class ReadingProcess:
             )  # fmt: skip
         try:
             async with asyncio.timeout(START_S):
-                kind, length, _ = ANSWER.unpack(await answers.readexactly(ANSWER.size))
-                text = await answers.readexactly(length)
+                kind, text = await _received(answers)
         except TimeoutError:
             why = f"the process that reads bodies has not started within {START_S:.0f} s"
             log.error("%s", why)
@@ -216,3 +210,9 @@ class ReadingProcess:
         if kind != READY:
             raise EOFError(text.decode(errors="replace"))
         return self._pipe
+
+
+async def _received(answers: asyncio.StreamReader) -> tuple[int, bytes]:
+    """The kind of the next answer, and what follows it."""
+    kind, length = ANSWER.unpack(await answers.readexactly(ANSWER.size))
+    return kind, await answers.readexactly(length)

@@ -23,9 +23,8 @@ from pdtransfer.serve.process.http import Health, HttpListener, application, req
 from pdtransfer.serve.process.request_lines import fields_of
 from pdtransfer.serve.process.signals import reload_on_hangup
 from pdtransfer.serve.process.tls import ServerTls
-from pdtransfer.serve.router.front.api_keys import ApiKeys
+from pdtransfer.serve.router.front.api_keys import ApiKey, ApiKeys
 from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
-from pdtransfer.serve.router.front.key_limits import ApiKey
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequests

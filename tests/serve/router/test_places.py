@@ -11,9 +11,8 @@ import pytest
 
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.serve.router.front import openai_http
-from pdtransfer.serve.router.front.api_keys import ApiKeys
+from pdtransfer.serve.router.front.api_keys import ApiKey, ApiKeys
 from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
-from pdtransfer.serve.router.front.key_limits import ApiKey
 from tests.serve.router.client_keys import A, bearer
 from tests.serve.router.router_site import LIMITS, Site
 from tests.support.vllm_servers import ServerSite, server_site

@@ -1,4 +1,4 @@
-"""The API keys of the router's clients: who may ask. No I/O but reading the file.
+"""The API keys of the router's clients: who may ask, and for how much at once. No I/O but reading the file.
 
 A key itself is kept nowhere: only its digest under a secret of this process. So neither a look-up's time nor a dump of
 an error reveals anything of it.
@@ -10,12 +10,15 @@ import base64
 import hmac
 import re
 import secrets
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ....bus.keys import read_guarded
 from ....errors import ConfigError
 from ....limits import API_KEYS_MAX, LIMIT_COUNT, NAME_LENGTH_MAX
-from .key_limits import ApiKey
+from .json_bodies import RefusedRequestError
 
 KEY_LENGTHS = 16, 256
 RATES = 1e-3, 1e6  # requests a second
@@ -25,15 +28,82 @@ _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}")
 _FORM = "KEY [name] [open=N] [rate=N] [# comment]"
 
 
+def _over(text: str, retry_ms: int) -> RefusedRequestError:
+    return RefusedRequestError(None, text, code="rate_limit_exceeded", status=429, retry_ms=retry_ms)
+
+
+def check_answers(answers: int, most: int, where: str) -> None:
+    """Raises RefusedRequestError for a request of more answers than may ever be open at once."""
+    if answers > most:
+        raise RefusedRequestError("n", f"{answers} answers, {where} takes at most {most} at once")
+
+
+@dataclass(slots=True, eq=False)
+class ApiKey:
+    """One key's limits and its use. They count answers: a request has one, or `n` for each of its prompts. `tokens` is
+    what its rate has left at `filled_at`, in answers; a request of more than a second's takes it below zero."""
+
+    digest: bytes
+    name: str
+    open_max: int | None = None  # answers at once
+    rate: float | None = None  # answers a second; as many may come at once as in a second
+    open_count: int = 0
+    tokens: float = 0.0
+    filled_at: float = float("-inf")
+
+    @contextmanager
+    def use(self, now: float) -> Generator[KeyUse]:
+        """Counts a request as one open answer in this scope, or as more by `KeyUse.widen`. Raises RefusedRequestError
+        beyond a limit."""
+        use = KeyUse(self)
+        use.widen(1, now)
+        try:
+            yield use
+        finally:
+            self.open_count -= use.answers
+
+    def take(self, more: int, answers: int, now: float) -> None:
+        """Counts `more` answers of a request of `answers`. Raises RefusedRequestError, and counts nothing then."""
+        if self.open_max is not None and self.open_count + more > self.open_max:
+            check_answers(answers, self.open_max, "this API key")
+            text = f"{self.open_count} answers of this API key are open, and {more} more are asked for"
+            raise _over(f"{text}: at most {self.open_max}", 1_000)
+        if self.rate is not None:
+            burst = max(1.0, self.rate)
+            self.tokens = min(burst, self.tokens + max(0.0, now - self.filled_at) * self.rate)
+            self.filled_at = now
+            needed = min(burst, answers) - (answers - more)
+            if self.tokens < needed:
+                wait_ms = int((needed - self.tokens) / self.rate * 1e3) + 1
+                raise _over(f"this API key may ask for {self.rate:g} answers a second", wait_ms)
+            self.tokens -= more
+        self.open_count += more
+
+
+@dataclass(slots=True, eq=False)
+class KeyUse:
+    """One request of a key, and how many answers it counts as."""
+
+    key: ApiKey
+    answers: int = 0
+
+    def widen(self, answers: int, now: float) -> None:
+        """Counts the request as this many answers from now on. Raises RefusedRequestError beyond a limit: what it took
+        of the key's rate is given back then."""
+        try:
+            self.key.take(answers - self.answers, answers, now)
+        except RefusedRequestError:
+            self.key.tokens += self.answers
+            raise
+        self.answers = answers
+
+
 class ApiKeys:
     """All keys that a router knows. `read` may be called again: what is open under a key that stays counts on."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
         self._keys: dict[bytes, ApiKey] = {}
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
     def read(self, path: Path) -> None:
         """Reads the file and replaces all keys. Raises ConfigError, and changes nothing then."""

@@ -14,6 +14,7 @@ from ....bus.sockets import LogThrottle
 from ....errors import ConfigError
 from ...process.signals import read_again
 from ...settings.router import RouterConfig
+from .api_keys import ApiKeys
 from .json_bodies import RefusedRequestError
 from .openai_http import API_KEY_USE, error_response, failure
 
@@ -39,8 +40,6 @@ class ClientGuard:
             self.tls = ServerTls(config.tls_cert, config.tls_key)
             reloads.append(partial(read_again, "the certificate", self.tls.read))
         if (path := config.api_keys) is not None:
-            from .api_keys import ApiKeys
-
             self.keys = ApiKeys()
             try:
                 self.keys.read(path)

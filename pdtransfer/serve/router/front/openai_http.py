@@ -15,10 +15,10 @@ from aiohttp.typedefs import Handler, Middleware
 from ....errors import Cause
 from ....limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
 from ...settings.router import RouterConfig
+from .api_keys import KeyUse, check_answers
 from .body_readers import BodyReaders, BodyReading
 from .client_request import REQUEST_ID, ClientRequest
 from .json_bodies import JSON, AnswerFailedError, Read, RefusedRequestError, WholeAnswer
-from .key_limits import KeyUse, check_answers
 
 API_KEY_USE = web.RequestKey("api_key_use", KeyUse)  # whose request it is, where API keys are on
 CLIENT = web.RequestKey("client_request", ClientRequest)  # of a request to generate

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -20,9 +19,6 @@ from ..settings.router import RouterConfig
 from ..tracing.ended_request import EndedRequests
 from .front.router import Router
 from .front.status import RouterMetrics
-
-if TYPE_CHECKING:
-    from .fleet.fleet_changes import FleetChanges
 
 log = logging.getLogger(__name__)
 
@@ -55,18 +51,13 @@ def router_of(config: RouterConfig, ended: EndedRequests | None = None, spans: S
     return Router(config, Daemons(config, metrics, ended, spans), metrics, ended)
 
 
-def _changes(config: RouterConfig, router: Router) -> FleetChanges | None:
-    """What may change the fleet while the router runs; None for nothing."""
-    if not config.finds_workers:
-        return None
-    from .fleet.fleet_changes import FleetChanges
-
-    return FleetChanges(config, router.backend)
-
-
 async def _run_until_stopped(config: RouterConfig, spans: Spans | None, ended: EndedRequests) -> None:
     stop, router = StopSignal(ended, "request"), router_of(config, ended, spans)
-    changes = _changes(config, router)
+    changes = None
+    if config.finds_workers:
+        from .fleet.fleet_changes import FleetChanges
+
+        changes = FleetChanges(config, router.backend)
     try:
         address = await router.open()
         admin = await changes.open() if changes is not None else ""

@@ -15,9 +15,6 @@ class PrefixHolders:
     def __init__(self) -> None:
         self._masks: dict[bytes, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._masks)
-
     def add(self, key: bytes, number: int) -> None:
         """The worker of this number knows the key."""
         self._masks[key] = self._masks.get(key, 0) | 1 << number

@@ -6,7 +6,7 @@ Ratios are from 0 to 1; a rate covers the last few seconds, in a worker's own ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeVar, cast
 
 from msgspec import Struct
@@ -86,11 +86,9 @@ class TotalsStatus(Struct, frozen=True, kw_only=True):
     quarantined_bytes: int | None = None
 
     @classmethod
-    def of(cls, workers: Iterable[WorkerStatus]) -> TotalsStatus:
+    def of(cls, workers: Sequence[WorkerStatus]) -> TotalsStatus:
         """Adds up what the workers report; None where none of them reports it."""
-        prefills, decodes = list[WorkerStatus](), list[WorkerStatus]()
-        for worker in workers:
-            (prefills if worker.role == "prefill" else decodes).append(worker)
+        prefills, decodes = ([worker for worker in workers if worker.role == role] for role in ("prefill", "decode"))
         return cls(
             prompt_tokens_s=_sum(worker.tokens_s for worker in prefills),
             generated_tokens_s=_sum(worker.tokens_s for worker in decodes),

@@ -114,11 +114,7 @@ class TextPart(Struct, tag_field="type", tag="text"):
 class RefusalPart(Struct, tag_field="type", tag="refusal"):
     """A part of an assistant's message, which is a text as well."""
 
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
+    text: str = msgspec.field(name="refusal")
 
 
 class FunctionCall(Struct):

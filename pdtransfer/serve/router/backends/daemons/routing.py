@@ -137,9 +137,8 @@ class Routing:
         return self._take()
 
     def gone(self, peer: str, evidence: str, now: float) -> list[RoutingEffect]:
-        """There is evidence that the worker `peer` is gone; empty: no longer. It is repeated while it stands."""
-        if (worker := self.workers.by_peer.get(peer)) is not None:
-            self.workers.gone(worker, evidence, now)
+        """As WorkerPool.gone."""
+        self.workers.gone(peer, evidence, now)
         return self._take()
 
     def breach(self, peer: str, error: RemoteProtocolError, now: float) -> list[RoutingEffect]:

@@ -21,7 +21,7 @@ from ...fleet.roles import Departure, NoPair, Role
 from .placement import CandidatesByModel, FreeSlots, WorkerPair
 from .router_effects import WorkerChanged, WorkerLeft
 from .router_rooms import CompletionRequest
-from .workers import NOT_ANSWERED, Model, Worker, model_text, obstacle, reasons
+from .workers import NOT_ANSWERED, FigureWindow, Model, Worker, model_text, obstacle, reasons
 
 OBSTACLES_MAX = 3  # that /health shows of one worker
 
@@ -110,9 +110,9 @@ class WorkerPool:
             if behind(worker.peer):
                 worker.liveness.unread(now)
 
-    def gone(self, worker: Worker, evidence: str, now: float) -> None:
-        """There is evidence that the worker is gone; empty: no longer. It is repeated while it stands."""
-        self._peers.gone(worker.peer, evidence, now)
+    def gone(self, peer: str, evidence: str, now: float) -> None:
+        """There is evidence that the worker `peer` is gone; empty: no longer. It is repeated while it stands."""
+        self._peers.gone(peer, evidence, now)
 
     def _look(self, worker: Worker, now: float) -> None:
         if worker.connected and worker.liveness.silent(now):
@@ -260,16 +260,8 @@ class WorkerPool:
                 text = f"{name}: {worker.peer} has {actual!r}, this router expects {expected!r}"
                 self.refuse(worker, Cause.PEER_LOST, text, now)
                 return
-        if (twin := self._twin(worker, identity)) is not None and self._is_one(worker, twin, identity):
-            text = f"the same worker as {twin.peer}: its rooms go there"
-            self.refuse(worker, Cause.PEER_LOST, text, now, orderly=True)
-            return
-        if twin is not None:
-            text = f"node: {identity.node!r} is the name of {worker.peer} and of {twin.peer}: give each its own --node"
-            if worker.why != text:
-                for refused in (worker, twin):
-                    self._out(Send(refused.peer, Reject(0, NAME_TAKEN, (text[:TEXT_LENGTH_MAX],))))
-            self.refuse(worker, Cause.PEER_LOST, text, now)
+        if (twin := self._by_node.get(identity.node)) not in (None, worker):
+            self._refuse_twin(worker, twin, identity, now)
             return
         if missing := [member.node for member in identity.group[1:] if not member.endpoint]:
             text = f"group: {worker.peer} gives no endpoint for {', '.join(missing)}"
@@ -287,17 +279,20 @@ class WorkerPool:
         self._peers.met(worker, now)
         self._out(Send(worker.peer, self._ping(worker)))
 
-    def _twin(self, worker: Worker, identity: Identity) -> Worker | None:
-        """The other connected worker of this name. It stays: the one that came later is refused."""
-        holder = self._by_node.get(identity.node)
-        return None if holder is worker else holder
-
-    @staticmethod
-    def _is_one(worker: Worker, twin: Worker, identity: Identity) -> bool:
-        """True if both endpoints lead to one process: it reports so, and with keys both have its key."""
+    def _refuse_twin(self, worker: Worker, twin: Worker, identity: Identity, now: float) -> None:
+        """The other connected worker of this name stays: the one that came later is refused."""
         assert twin.identity is not None
         keys = {split_key(named.peer)[0] for named in (worker, twin)}
-        return identity.incarnation == twin.identity.incarnation and len(keys) == 1
+        # Both endpoints lead to one process where it reports so, and with keys both have its key.
+        if identity.incarnation == twin.identity.incarnation and len(keys) == 1:
+            text = f"the same worker as {twin.peer}: its rooms go there"
+            self.refuse(worker, Cause.PEER_LOST, text, now, orderly=True)
+            return
+        text = f"node: {identity.node!r} is the name of {worker.peer} and of {twin.peer}: give each its own --node"
+        if worker.why != text:
+            for refused in (worker, twin):
+                self._out(Send(refused.peer, Reject(0, NAME_TAKEN, (text[:TEXT_LENGTH_MAX],))))
+        self.refuse(worker, Cause.PEER_LOST, text, now)
 
     def _rename(self, worker: Worker, node: str) -> None:
         """The worker is connected by this name; an empty one: it is not connected."""
@@ -349,7 +344,7 @@ class WorkerPool:
         self._out(WorkerChanged(worker.peer, text, orderly))
         worker.full_until = worker.sparse_full_until = 0.0
         worker.known.clear()
-        worker.figures.clear()
+        worker.figures = FigureWindow()
         self._lost(worker, cause, text, now)
 
     def _greet(self, worker: Worker, now: float) -> None:

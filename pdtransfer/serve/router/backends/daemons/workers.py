@@ -40,10 +40,6 @@ class FigureWindow:
         if latest is None or figures.uptime_ms > latest.uptime_ms:
             self._samples.append(figures)
 
-    def clear(self) -> None:
-        """The worker is lost, or another process."""
-        self._samples.clear()
-
     def grown(self, total: Total) -> int | None:
         """By how much a total has grown within the window; None where that is not known."""
         if len(self._samples) < 2:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import multiprocessing
+import os
 import re
 import signal
 import sys
@@ -30,7 +31,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ...environment import pip_install
+from ...environment import pip_install, socket_directory
 from ...errors import ConfigError, PDTransferError, WorldError
 from ...kernels import driver
 from ...limits import Limits
@@ -38,7 +39,7 @@ from ..process.fleet import Fleet
 from ..process.signals import end_with_parent
 from ..settings.node import BUILT_IN, REFERENCE
 from ..settings.router import RouterConfig
-from ..settings.worker import DecodeConfig, PrefillConfig
+from ..settings.worker import SOCKET_DIRECTORY_LENGTH_MAX, DecodeConfig, PrefillConfig
 from .demo_config import DemoConfig
 from .demo_model import DemoModel
 
@@ -51,8 +52,7 @@ SLOTS_MAX = 131_072
 BUILT_IN_SLOTS, CHECKPOINT_SLOTS = 65_536, 4_096  # the fewest, and the step; a checkpoint's tokens take more memory
 HOT_TOKENS = 128  # with --hisparse: the fewest that the device holds of a long request
 HOT_REQUESTS = 3  # such requests on the device at once; the others wait and take turns
-# The last prompt waits for all others, on a slow host for long. Decode computes no rest of a prompt itself: each one is
-# handed over.
+# The last prompt waits for all others, on a slow host for long. Decode computes no rest itself: each is handed over.
 LIMITS = Limits(room_deadline_ms=600_000, turn_tokens_max=0)
 
 
@@ -182,11 +182,12 @@ def _fleet(config: DemoConfig, model: DemoModel, slots: int, logs: Path) -> Flee
             "enable_hisparse": True, "hot_tokens": hot, "device_slots": HOT_REQUESTS * (hot + 1), "dense_slots": 64,
             "limits": replace(LIMITS, hisparse_wait_steps=2, hisparse_quantum_steps=6),
         }  # fmt: skip
+    folders = logs / "sockets", socket_directory()  # TMPDIR may be too long for a socket
+    folder = min(folders, key=lambda path: len(os.fsencode(path)) > SOCKET_DIRECTORY_LENGTH_MAX)
     decode = [
         DecodeConfig(
             node=f"decode-{number}", page_size=config.decode_page_size, host_layout=config.decode_layout,
-            device=config.devices[1], tp_size=config.decode_tp, verify=config.verify,
-            socket_directory=logs / "sockets", **worker,
+            device=config.devices[1], tp_size=config.decode_tp, verify=config.verify, socket_directory=folder, **worker,
         )
         for number in range(config.decode)
     ]  # fmt: skip
@@ -350,7 +351,6 @@ def make_report(
     handoffs_ms = sorted(a.facts["handoff_us"] / 1e3 for a in done if a.facts.get("handoff_us") is not None)
     kv_bytes, copy_us = (sum(answer.facts[name] for answer in done) for name in ("kv_bytes", "copy_us"))
     tokens = sum(answer.tokens for answer in answers)
-    fleet = ("prefill", "decode", "prefill_tp", "prefill_pp", "decode_tp")
     return {
         "requests": len(answers),
         "identical": sum(answer.identical for answer in answers),
@@ -358,7 +358,7 @@ def make_report(
         "differ": sorted({name for answer in answers for name in answer.differs}),
         "failed": sum(bool(answer.error) for answer in answers),
         "handed_over": sum(answer.facts["kv_bytes"] > 0 for answer in done),
-        **{name: getattr(config, name) for name in fleet},
+        **{name: getattr(config, name) for name in ("prefill", "decode", "prefill_tp", "prefill_pp", "decode_tp")},
         "bytes": kv_bytes,
         "prompt_tokens": sum(answer.prompt_tokens for answer in done),
         "cached_tokens": sum(answer.cached for answer in done),

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pdtransfer.environment import socket_directory
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.serve.commands import demo
 from pdtransfer.serve.commands.demo import DemoAnswer, run
@@ -173,12 +174,9 @@ def failed(*, facts: bool = True) -> DemoAnswer:
 @pytest.mark.parametrize("name", DIGESTS)
 @pytest.mark.parametrize("value", ["ff", None, ""], ids=["differs", "missing", "of nothing"])
 def test_one_digest_that_does_not_agree_is_status_1(
-    answers: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    value: str | None,
-) -> None:
+    answers: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    name: str, value: str | None,
+) -> None:  # fmt: skip
     async def reference(*_: object) -> list[dict[str, str]]:
         return [DIGESTS, DIGESTS | ({name: ""} if value == "" else {})]
 
@@ -199,12 +197,9 @@ def test_one_digest_that_does_not_agree_is_status_1(
     ids=["one failed", "no answer", "a leaked slot"],
 )
 def test_what_went_wrong_is_status_1_and_still_one_object(
-    made: tuple[DemoAnswer, ...],
-    leaked: int,
-    shown: dict[str, object],
-    answers: Callable[..., None],
+    made: tuple[DemoAnswer, ...], leaked: int, shown: dict[str, object], answers: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     answers(*made, leaked=leaked)
     assert run(CONFIG) == 1
     assert shown.items() <= json.loads(capsys.readouterr().out).items()
@@ -463,14 +458,14 @@ def test_an_answer_that_decode_computed_alone_has_no_grant_to_verify(
     assert json.loads(capsys.readouterr().out)["handed_over"] == 1
 
 
-def test_workers_use_their_devices_and_the_single_process_that_of_decode() -> None:
+@pytest.mark.parametrize(("letters", "fits"), [(1, True), (63, True), (64, False), (200, False)])
+def test_workers_use_their_devices_and_a_folder_that_is_not_too_long_for_a_socket(letters: int, fits: bool) -> None:
     assert DemoConfig().cards == {None}
     config = DemoConfig(prefill_device="cuda:2,cuda:0", decode_device="cuda:1", prefill_tp=2)
     assert config.cards == {0, 1, 2}
-    prefill, decode = demo._fleet(
-        config, DemoModel(config), 65_536, Path("/tmp/fleet")
-    )._configs  # only named, never made
+    prefill, decode = demo._fleet(config, DemoModel(config), 65_536, Path(f"/{'d' * letters}"))._configs
     assert (prefill.device, decode.device) == ("cuda:2,cuda:0", "cuda:1")
+    assert decode.socket_directory == (Path(f"/{'d' * letters}/sockets") if fits else socket_directory())
     assert DemoConfig(device="cuda", decode_tp=2).cards == {0, 1}
 
 

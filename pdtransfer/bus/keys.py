@@ -26,6 +26,7 @@ from ..wire.ranks import label
 
 REVOKED = "its key was revoked, or its role"
 ROLES = frozenset({"prefill", "decode", "router"})
+BY_KEYS = "make keys (pdtransfer keygen NAME) and set key and allow"
 FILE_BYTES_MAX = 1 << 20  # an allow-list of some 10,000 peers
 
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}")
@@ -225,17 +226,14 @@ def check_dialled(name: str, host: str) -> None:
     """Raises ConfigError for a setting that is not a host to dial."""
     try:
         Endpoint.parse(address_of(host, 1) if is_literal(host) else f"tcp://{host}:1")
-    except ConfigError as error:
-        raise ConfigError(f"{name} = {host!r}: must be a host to dial, without a port ({error})") from None
+    except ConfigError:
+        raise ConfigError(f"{name} = {host!r}: must be a host that peers can dial, without a port") from None
 
 
-def check_exposure(address: str, *, named: str, keyed: bool, insecure: bool) -> None:
+def check_exposure(address: str, *, named: str, keyed: bool, insecure: bool, remedy: str = BY_KEYS) -> None:
     """Raises ConfigError where binding `address` would admit other hosts without keys and without `insecure`."""
     if not keyed and not insecure and not is_loopback(address):
-        raise ConfigError(
-            f"{named}: other hosts could reach it without authentication: "
-            "make keys (pdtransfer keygen NAME) and set key and allow, or set insecure"
-        )
+        raise ConfigError(f"{named}: other hosts could reach it without authentication: {remedy}, or set insecure")
 
 
 def is_loopback_host(host: str) -> bool:

@@ -41,8 +41,7 @@ class Group(Protocol):
         ...
 
     def take_over(self, hidden: NDArray[np.float32]) -> None:
-        """Waits for the result of the stage before and copies it into `hidden`: C-contiguous, of the same shape on both
-        sides."""
+        """Waits for the result of the stage before and copies it into `hidden`, C-contiguous and of its shape."""
         ...
 
 

@@ -49,8 +49,8 @@ class Settings:
         named = f"bind = {self.bind!r}"
         try:
             address = Address.parse(self.bind)
-        except ConfigError as error:
-            raise ConfigError(f"{named}: must be tcp://host:port ({error})") from None
+        except ConfigError:
+            raise ConfigError(f"{named}: must be tcp://host:port, IPv6 as tcp://[::1]:port, port below 65536") from None
         if address.port_first != address.port_last:
             raise ConfigError(f"{named}: must be tcp://host:port, with one port")
         if (self.key is None) is not (self.allow is None):

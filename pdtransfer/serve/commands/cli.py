@@ -33,6 +33,7 @@ SAME = (  # names of one thing, here and in `vllm serve` and SGLang's servers
     ("--pp-size", "--prefill-pp", "--pp", "--pipeline-parallel-size"), ("--router", "--url"),
     ("--model", "--model-path", "--served-model-name"),
 )  # fmt: skip
+PLAIN = ("Unused Tokens", "Unexpected words"), ("requires an argument", "needs a value")  # of cyclopts, and ours
 
 app = App(
     name="pdtransfer",
@@ -41,7 +42,9 @@ app = App(
     "A flag wins over the environment, and the environment over the file. Below all of them, torchrun's RANK, "
     "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set the rank flags. For errors see docs/troubleshooting.md.",
     version=__version__,
-    default_parameter=Parameter(negative=()),
+    default_parameter=Parameter(
+        negative=(), show_default=lambda value: None if value is False or value in (None, "", ()) else str(value)
+    ),
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
@@ -62,15 +65,15 @@ def router(config: Annotated[RouterConfig | None, FLAT] = None) -> int:
 # The others: the modules of their functions are imported when they run.
 _HELP = {
     "daemons:prefill": "Runs a prefill daemon: computes prompts and writes their KV into decode's memory.",
-    "daemons:decode": "Runs a decode daemon: owns the arena, and generates from it.",
-    "daemons:demo": "Starts all on this host, sends prompts, and checks each answer against a single process.",
+    "daemons:decode": "Runs a decode daemon: receives KV in its memory, and generates from it.",
+    "daemons:demo": "Starts a fleet on this host, sends prompts, and checks each answer against a single process.",
     "workers:workers": "Lists, adds, drains and removes the workers of a running router.",
     "top:top": "Shows a fleet in the terminal, live: workers, rooms, rates, arenas and the last failures. q ends it.",
     "tool_commands:timeline": "Breaks down the time to each room's first token, by timelines of all processes.",
     "doctor:doctor": "Lists what this host has and lacks, with a command to fix each problem; status 1 if something "
     "required is missing. With two URLs compares the engines there; status 1 if they do not fit.",
     "tool_commands:keygen": "Writes NAME.key, which stays secret, and NAME.pub, a line for every peer's allow-list.",
-    "kernels_build:kernels": "The kernels that run on a GPU.",
+    "kernels_build:kernels": "Compiles the kernels that run on a GPU.",
 }
 for _function, _text in _HELP.items():
     app.command(f"pdtransfer.serve.commands.{_function}", name=_function.partition(":")[2], help=_text)
@@ -104,7 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_installed(app, tokens)
         return app.meta(tokens, exit_on_error=False, print_error=False, verbose=False) or 0
     except (CycloptsError, ConfigError) as error:
-        return _print_error(_unknown(error) if isinstance(error, UnknownOptionError) else str(error), MISUSED)
+        text = _unknown(error) if isinstance(error, UnknownOptionError) else str(error)
+        for theirs, ours in PLAIN:
+            text = text.replace(theirs, ours)
+        return _print_error(text, MISUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except (BrokenPipeError, SystemExit) as error:

@@ -150,8 +150,7 @@ def _stage(console: Console, text: str) -> AbstractContextManager[object]:
 
 
 def _slots(model: DemoModel, texts: Sequence[str]) -> int:
-    """Slots of a pool that holds the whole load, up to a bound; beyond it requests queue. Raises ConfigError for a
-    request that does not fit."""
+    """Slots of a pool for the whole load, bounded; beyond it requests queue. ConfigError for one that does not fit."""
     config, sizes = model.config, [len(model.ids(text)) for text in texts]
     longest, context = max(sizes) + config.max_tokens, model.context_tokens
     most = context if config.router else min(context, SLOTS_MAX)
@@ -391,8 +390,7 @@ def hot_report(
 
 
 def succeeded(report: dict[str, Any]) -> bool:
-    """True if the run succeeded. A mismatch is a failure even if every answer is identical: the room failed, and a
-    second prefill hid it."""
+    """True if the run succeeded. A mismatch is a failure, although every answer is identical after a second prefill."""
     wrong = ("slots_leaked", "grants_mismatched")
     verified = report.get("grants_verified", report["handed_over"]) >= report["handed_over"]
     return report["all_identical"] and verified and not any(report.get(name) for name in wrong)

@@ -34,7 +34,7 @@ class DemoConfig:
 
     model: Annotated[
         str,
-        flag("What answers: stamp: digests of the KV, a Hugging Face checkpoint's directory, or reference."),
+        flag("A Hugging Face checkpoint's directory; stamp, which answers by digests of the KV; or reference."),
     ] = STAMP
     requests: Annotated[int | None, flag("Prompts to send; by default 32, or each question to a checkpoint.")] = None
     concurrency: Annotated[int, flag("Concurrent requests.")] = 32
@@ -44,8 +44,8 @@ class DemoConfig:
     seed: Annotated[int, flag("Determines the prompts.")] = 0
     engine_option: Annotated[tuple[str, ...], flag("name=value for the engine; may be repeated.")] = ()
     device: Annotated[str, flag("Device of prefill and decode: cpu, cuda or cuda:N.")] = "cpu"
-    prefill_device: Annotated[str, flag("Device of prefill, if another; cuda:N,cuda:M,... is a GPU a rank.")] = ""
-    decode_device: Annotated[str, flag("Device of decode, likewise.")] = ""
+    prefill_device: Annotated[str, flag("Device of prefill, if it differs; cuda:N,cuda:M,... for its ranks.")] = ""
+    decode_device: Annotated[str, flag("Device of decode, if it differs.")] = ""
     prefill: Annotated[int, flag("Prefill workers.")] = 1
     decode: Annotated[int, flag("Decode workers.")] = 1
     prefill_tp: Annotated[int, flag("Processes of a prefill worker that share the heads of each layer.")] = 1

@@ -43,8 +43,7 @@ SLOTS_MIN = 32_768  # of the single process
 
 
 class DemoModel:
-    """A model whose prompts are bytes, or a checkpoint, which is asked questions. Raises ConfigError for a
-    checkpoint without a tokenizer."""
+    """A model of bytes, or a checkpoint that is asked questions. Raises ConfigError if it has no tokenizer."""
 
     def __init__(self, config: DemoConfig) -> None:
         self.config, self.speaks = config, config.model not in BUILT_IN

@@ -17,8 +17,7 @@ class HttpClient:
     """One connection to a server, made anew when it breaks."""
 
     def __init__(self, name: str, url: str, token: str = "", *, wait_s: float = WAIT_S) -> None:
-        """`name` is the flag that gave the URL; `token` is for a server that asks for one. Raises ConfigError for what
-        is not a URL."""
+        """`name` is the flag of the URL, `token` for a server that asks for one. ConfigError if it is not a URL."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             host, port = parts.hostname, parts.port

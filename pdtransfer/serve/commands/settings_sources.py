@@ -49,8 +49,7 @@ def sources(path: Path | None) -> list[Callable[..., None]]:
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns a table for each command: its own keys over those above all tables. Raises ConfigError for an invalid
-    file."""
+    """A table for each command: its own keys over those above all tables. ConfigError for an invalid file."""
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:

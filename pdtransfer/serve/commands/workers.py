@@ -62,7 +62,7 @@ def list_workers(*, flags: AdminFlags) -> int:
 
 @workers.command
 def add(
-    role: Annotated[Literal["prefill", "decode"], Parameter(help="What it does.")],
+    role: Annotated[Literal["prefill", "decode"], Parameter(help="The worker's role.")],
     endpoint: Annotated[str, Parameter(help="As for the router's --prefill and --decode.")],
     /,
     *,
@@ -99,8 +99,7 @@ def _client(flags: AdminFlags) -> HttpClient:
 
 
 def _ask(router: HttpClient, action: str = "", change: dict[str, str] | None = None) -> list[WorkerStatus]:
-    """The workers after the change, if there is one. Raises WorldError for a router that does not answer, ConfigError
-    for a change that it refuses."""
+    """The workers after any change. WorldError if the router does not answer, ConfigError if it refuses the change."""
     body = None if change is None else dumps(change).encode()
     status, answer = router.request("GET" if body is None else "POST", "/workers" + action, body)
     try:

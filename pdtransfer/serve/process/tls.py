@@ -33,8 +33,7 @@ class ServerTls:
         self._latest = self._load()
 
     def _hand_over(self, connection: ssl.SSLObject, _name: str | None, _: ssl.SSLContext) -> None:
-        """A connection begins, with a name or without. A context that has had another certificate may keep it: one for
-        each type of key."""
+        """A connection begins, with a name or without. A context may keep an earlier certificate: one by key type."""
         connection.context = self._latest
 
     def _load(self) -> ssl.SSLContext:

@@ -16,7 +16,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from ...bounds import check_limits, match
-from ...bus.keys import Address, check_exposure
+from ...bus.keys import BY_KEYS, Address, check_exposure
 from ...errors import ConfigError
 from ...limits import NAME_LENGTH_MAX, Limits
 
@@ -48,7 +48,7 @@ def counted(text: str) -> Parameter:
 
 FLAT = Parameter(name="*")
 Json = Annotated[bool, Parameter(help="Print one JSON object.")]
-_LIMITS = Group("Limits", help="Meanings and reasons: proto/v1/README.md.")
+_LIMITS = Group("Limits", help="Meanings: docs/flags.md#limits; reasons: proto/v1/README.md.")
 NODE_NAME = Parameter(help="Name among peers; by default role-host-pid.", show_default=False)
 
 
@@ -60,10 +60,10 @@ class NodeConfig:
 
     node: Annotated[str, NODE_NAME]
     key: Annotated[Path | None, flag("This node's secret key, as `pdtransfer keygen` writes it.")] = None
-    allow: Annotated[Path | None, flag("The list of peers: their names and public keys.")] = None
+    allow: Annotated[Path | None, flag("A file with the names and public keys of the peers that may connect.")] = None
     insecure: Annotated[bool, flag("Allow other hosts without keys: anyone may then read and write.")] = False
     log_level: Annotated[LogLevel, flag("How much is logged.")] = "info"
-    log_format: Annotated[LogFormat, flag("How a line is written: for people, or one JSON object.")] = "text"
+    log_format: Annotated[LogFormat, flag("A line of text, or one JSON object a line.")] = "text"
     log_file: Annotated[Path | None, flag("Log here; by default to standard error.")] = None
     timeline: Annotated[
         Path | None, flag("Write a timeline into this directory, as NODE.json, for `pdtransfer timeline`.")
@@ -91,12 +91,12 @@ class NodeConfig:
             match("otlp", self.otlp, r"https?://[A-Za-z0-9._\[\]:-]+(/[!-~]*)?", "http://host:port")
         check_limits(self.limits)
 
-    def _check_bind(self, name: str, value: str, *, scheme: str = "", keyed: bool = False) -> None:
-        """Checks an address to bind, scheme + host:port; one that other hosts can reach needs keys, unless it is
-        `keyed` in another way."""
+    def _check_bind(self, name: str, value: str, scheme: str = "", *, keyed: bool = False, how: str = BY_KEYS) -> None:
+        """Checks an address to bind, scheme + host:port; one that other hosts can reach needs keys, or `keyed`."""
         named, address = f"{name} = {value!r}", "tcp://" + value.removeprefix(scheme)
         try:
             Address.parse(address if value.startswith(scheme) else value)
-        except ConfigError as error:
-            raise ConfigError(f"{named}: must be {scheme}host:port ({error})") from None
-        check_exposure(address, named=named, keyed=keyed or self.key is not None, insecure=self.insecure)
+        except ConfigError:
+            form = f"{scheme}host:port, IPv6 as {scheme}[::1]:port, port below 65536"
+            raise ConfigError(f"{named}: must be {form}") from None
+        check_exposure(address, named=named, keyed=keyed or self.key is not None, insecure=self.insecure, remedy=how)

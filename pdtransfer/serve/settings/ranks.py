@@ -48,8 +48,8 @@ def check_ranks(ranks: Ranks, group: str, *, keyed: bool, insecure: bool) -> Non
         raise ConfigError(f"{named}: a group needs more than one rank: tp_size is 1")
     try:
         endpoint = group_endpoint(group)
-    except ConfigError as error:
-        raise ConfigError(f"{named}: must be [KEY@]host:port ({error})") from None
+    except ConfigError:
+        raise ConfigError(f"{named}: must be [KEY@]host:port, which ranks can dial, IPv6 as [::1]:port") from None
     check_exposure(endpoint.address, named=named, keyed=keyed, insecure=insecure)
     if keyed and not leads and endpoint.server_key is None:
         raise ConfigError(f"{named}: with keys on it is KEY@host:port, KEY the public key of the leader")

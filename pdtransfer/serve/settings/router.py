@@ -27,7 +27,7 @@ class RouterConfig(NodeConfig):
     listen: Annotated[str, flag("Where OpenAI's API, /health, /live and /metrics are served.")] = "127.0.0.1:8000"
     engine: Annotated[
         str,
-        flag("What generates: daemons of pdtransfer, whatever their engine, or HTTP servers of vllm or sglang."),
+        flag("The workers: daemons of pdtransfer, whatever their engine, or HTTP servers of vllm or sglang."),
     ] = "pdtransfer"
     prefill: Annotated[
         tuple[str, ...],
@@ -38,7 +38,7 @@ class RouterConfig(NodeConfig):
         flag("A decode daemon, [KEY@]tcp://host:port, or server, http://host:port; may be repeated."),
     ] = ()
     workers_file: Annotated[
-        Path | None, flag("More workers, a line each: prefill or decode, and its endpoint. Changes count at once.")
+        Path | None, flag("More workers, a line each: prefill or decode, and its endpoint. Read again once changed.")
     ] = None
     prefill_dns: Annotated[
         tuple[str, ...],
@@ -55,17 +55,17 @@ class RouterConfig(NodeConfig):
     admin_token: Annotated[Path | None, flag("The file of the token that the admin API asks for.")] = None
     model: Annotated[
         str,
-        flag("Whose tokenizer and chat template: a checkpoint's directory; bytes are the ids of stamp and reference."),
+        flag("Tokenizer and chat template: a checkpoint's directory; with stamp and reference token ids are bytes."),
     ] = STAMP
     body_readers: Annotated[
         int, flag("Processes that decode and tokenise large bodies of requests, started when they are needed.")
     ] = 2
-    enable_hisparse: Annotated[bool, flag("Default of requests without this field: keep their KV in host memory.")] = (
+    enable_hisparse: Annotated[bool, flag("For requests that do not set this field: keep their KV in host memory.")] = (
         False
     )
     enable_resume: Annotated[
         bool,
-        flag("Default of requests without this field: go on with their answer elsewhere if its decode is lost."),
+        flag("For requests that do not set this field: continue their answer elsewhere if its decode is lost."),
     ] = False
     stream_from: Annotated[
         Literal["prefill", "decode"],
@@ -94,7 +94,7 @@ class RouterConfig(NodeConfig):
             f"pdtransfer, {' or '.join(HTTP_ENGINES)}",
         )
         bound("body_readers", self.body_readers, 1, 64)
-        self._check_bind("listen", self.listen, keyed=self.api_keys is not None)
+        self._check_bind("listen", self.listen, keyed=self.api_keys is not None, how="set api_keys, a file of keys")
         if self.relays:
             for field in fields(self):
                 if field.name in _OF_DAEMONS and (value := getattr(self, field.name)) != field.default:
@@ -134,10 +134,9 @@ class RouterConfig(NodeConfig):
             if scheme not in ("http", "https"):
                 raise ConfigError("the scheme is not http")
             endpoint = Endpoint.parse(f"tcp://{address}")
-        except ConfigError as error:
-            raise ConfigError(
-                f"{name} = {value!r}: must be http://host:port with engine {self.engine} ({error})"
-            ) from None
+        except ConfigError:
+            text = f"must be http://host:port with engine {self.engine}, and one that can be dialled"
+            raise ConfigError(f"{name} = {value!r}: {text}") from None
         if scheme == "http" and not self.insecure and not is_loopback(endpoint.address):
             text = "on another host, where others may read it: take https, or set insecure"
             raise ConfigError(f"{name} = {value!r}: {text}")
@@ -150,7 +149,8 @@ class RouterConfig(NodeConfig):
             peer = Endpoint.parse(value)
             guarded = self.insecure or peer.server_key is not None or is_loopback(peer.address)
         except ConfigError as error:
-            raise ConfigError(f"{name} = {value!r}: {error}") from None
+            reason = str(error).removeprefix(f"endpoint {value!r}: ")
+            raise ConfigError(f"{name} = {value!r}: {reason}") from None
         if not guarded:
             raise ConfigError(f"{name} = {value!r}: on another host, so it needs its public key: KEY@tcp://host:port")
         if peer.server_key is not None and self.key is None:

@@ -49,16 +49,16 @@ class WorkerConfig(NodeConfig):
     ] = "tcp"
     firewall: Annotated[
         Literal["auto", "on", "off"],
-        flag("nftables rules that admit only peers with a session to those ports: auto sets them where it may."),
+        flag("nftables rules that admit only peers with a session to transport ports: auto sets them where it may."),
     ] = "auto"
     firewall_admit: Annotated[
-        tuple[str, ...], flag("Address or network that is admitted to them besides; may be repeated.")
+        tuple[str, ...], flag("Address or network that may reach these ports as well; may be repeated.")
     ] = ()
     listen: Annotated[str, flag(LISTEN)] = ""
     http: Annotated[str | None, Parameter(show=False)] = None  # until 0.3: the older name of `listen`
     model: Annotated[
         str,
-        flag("What is served: stamp, which needs no model, a Hugging Face checkpoint's directory, or reference."),
+        flag("A Hugging Face checkpoint's directory; stamp, which needs no model; or reference, with random weights."),
     ] = STAMP
     engine: Annotated[str, flag("The engine's factory, module:attribute; by default the one of the model.")] = ""
     engine_option: Annotated[tuple[str, ...], flag("name=value for the engine; may be repeated.")] = ()
@@ -70,7 +70,7 @@ class WorkerConfig(NodeConfig):
         flag("Where the engine computes: cpu, cuda (each rank on a GPU of its own), cuda:N, or cuda:N,cuda:M,..."),
     ] = "cpu"
     tp_size: Annotated[int, flag("Processes that share the heads of each layer.")] = 1
-    tp_rank: Annotated[int, flag("This process's number among them; 0 leads, and routers name it.")] = 0
+    tp_rank: Annotated[int, flag("This process's number among them; 0 is the leader, which routers connect to.")] = 0
     group: Annotated[
         str,
         flag("Where the leader waits for its ranks, [KEY@]host:port; by default it starts them itself, on this host."),

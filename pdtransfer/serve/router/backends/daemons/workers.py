@@ -1,5 +1,4 @@
-"""A worker as its router knows it: its connection, load and figures, its status, and whether two of them can work
-together."""
+"""A worker as its router knows it: connection, load, figures, status, and if two of them can work together."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The answers to requests for one choice each, joined to the answer to a request for all of them, as SGLang writes it.
-No I/O."""
+"""Answers to requests for one choice each, joined to the answer for all of them, as SGLang writes it. No I/O."""
 
 from __future__ import annotations
 

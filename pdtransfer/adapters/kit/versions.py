@@ -27,6 +27,7 @@ class Since(NamedTuple):
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 VLLM_SINCE = {
+    "one_allocation": Since("0.29"),  # of which tensors are parts
     "fails_by_request": Since(
         "0.30", f"{_BASE}:KVConnectorTransferResults",
         "vLLM knows failed hand-offs by the numbers of their blocks, not by request",
@@ -48,6 +49,7 @@ _SRT = "sglang.srt.disaggregation"
 SGLANG_SINCE = {
     # 0.5.17 and 0.5.18 unregister whole host buffers, and only log CUDA's error.
     "registered_ranges": Since("0.5.19", "sglang.srt.mem_cache.pool_host.common:_CUDA_HOST_REGISTERED_RANGES_ATTR"),
+    "resolves_releases": Since("0.5.19"),  # decode's queue, before it flushes the cache
     "draft_buffers": Since(
         "0.5.20", f"{_SRT}.base.conn:KVArgs.num_draft_entries",
         "speculation with a drafter that has KV: SGLang does not report which buffers are the drafter's",
@@ -55,6 +57,9 @@ SGLANG_SINCE = {
     "destinations": Since(
         "0.5.21", f"{_SRT}.base.conn:KVTransferDestination", "receiving into host memory, but for HiSparse"
     ),
+    "transfer_buffers": Since("0.5.21", f"{_SRT}.utils:get_kv_transfer_buf_infos"),
+    "prealloc_ceiling": Since("0.5.21"),  # of an allocator whose parts share their bytes
+    "window_layouts": Since("0.5.22"),
     # The common classes send, poll and fail by themselves.
     "complete": Since("0.5.23", f"{_SRT}.common.conn:CommonKVSender._poll_with_status"),
     # SGLang itself keeps the pages of a failed request until nobody can write them on any rank. 0.5.19 to 0.5.22 could,
@@ -62,6 +67,7 @@ SGLANG_SINCE = {
     "defers_releases": Since("0.5.23"),
     "decode_stages": Since("0.5.23", lacks="`--pp-size` on decode"),  # earlier versions have not been tried
     "cached_beginnings": Since("0.5.23", lacks="`--enable-hierarchical-cache` on decode"),
+    "draft_layouts": Since("0.5.23"),
     "device_pages": Since("0.5.23", lacks="`--enable-hisparse` with DeepSeek V4, and with a drafter that has KV"),
 }  # fmt: skip
 

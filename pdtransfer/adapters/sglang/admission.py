@@ -14,6 +14,8 @@ from typing import Any
 
 from sglang.srt.disaggregation import utils
 
+from .dialect import HAS
+
 log = logging.getLogger(f"sglang.srt.{__name__}")
 
 PASSED_MAX = 64  # requests that may pass the first one that waits, so that it is admitted in the end
@@ -38,9 +40,9 @@ def why_never(queue: Any, req: Any) -> str:
     """Why a new request can never be admitted, empty where it can. A pool whose parts share their bytes counts with the
     reserve itself."""
     needed, _ = queue._prealloc_required_tokens(req)  # noqa: SLF001 -- what SGLang compares with what is free
-    ceiling = getattr(queue.token_to_kv_pool_allocator, "prealloc_ceiling_fits", lambda *_: None)
-    total = capacity(queue.scheduler)
-    if req.output_ids or needed <= total or ceiling(needed, needed) is not None:
+    total, allocator = capacity(queue.scheduler), queue.token_to_kv_pool_allocator
+    has_ceiling = "prealloc_ceiling" in HAS and allocator.prealloc_ceiling_fits(needed, needed) is not None
+    if req.output_ids or needed <= total or has_ceiling:
         return ""
     reserved = queue.num_reserved_decode_tokens
     return (

@@ -68,7 +68,8 @@ class Manager(dialect.KVManager):
     supports_host_destination = False
 
     def __init__(self, args: Any, mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False) -> None:
-        _join_logs()
+        # What this package logs goes where SGLang's own lines go.
+        logging.getLogger("pdtransfer").setLevel(logging.getLogger("sglang").getEffectiveLevel())
         dialect.check_features(server_args)
         check_options(server_args)
         self._settings = process.settings()
@@ -77,6 +78,7 @@ class Manager(dialect.KVManager):
         self._model_config = ModelConfig.from_server_args(server_args)
         self._draft_config: Any = None
         self._speculation = speculation(server_args, partial(self._learn_drafter, server_args))
+        dialect.complete(args)
         drop_empty_states(args)
         # Whether layers keep a row for several tokens, as DeepSeek V4's do.
         self._is_compressed = bool(getattr(args, "mla_compression_ratios", None))
@@ -176,7 +178,7 @@ class Manager(dialect.KVManager):
         args.prefill_start_layer = process.first_layer  # SGLang names it on prefill alone
         described = self._pools(target.locate)
         components = described.components
-        if dialect.has_host_buffers(args):
+        if getattr(args, "host_kv_data_ptrs", None) is not None:
             host = host_buffers(args, target)
             components += pools(args, self._model(), target.locate, kv=host, states=()).components
             self.supports_host_destination = True
@@ -195,7 +197,7 @@ class Manager(dialect.KVManager):
             time_left_s=self._settings.time_left_s,
         )  # fmt: skip
         _, allowed = self._settings.keys_of(self._ranks)
-        self._reachable = Reachable(allowed, self._settings.insecure, field="bootstrap_host")
+        self.reachable = Reachable(allowed, self._settings.insecure, field="bootstrap_host")
         process.identity, line = rank.announced("", target, "SGLang's pages")
         log.info("%s", line)
 
@@ -308,10 +310,6 @@ class Manager(dialect.KVManager):
             info.pp_size = stages
         info.target_tp_ranks, info.target_pp_ranks = list(range(info.attn_tp_size)), list(range(stages))
         info.target_cp_ranks = [0]
-
-    def sources_of(self, bootstrap_infos: list[dict[str, Any]]) -> list[str]:
-        """The endpoints of prefill ranks. Raises RequestError for one that must not be dialled."""
-        return sources_of(bootstrap_infos, self._reachable)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """True if nobody can write the pages of a failed request any more."""
@@ -433,7 +431,7 @@ class Receiver(dialect.KVReceiver):
             return
         assert aux_index is not None
         try:
-            sources = self.kv_mgr.sources_of(self.bootstrap_infos)
+            sources = sources_of(self.bootstrap_infos, self.kv_mgr.reachable)
             self._asked = True
             self.kv_mgr.receiving.expect(
                 self.bootstrap_room, kv_indices, prefix=decode_prefix_len or 0, states=state_indices or [],
@@ -472,7 +470,7 @@ class Receiver(dialect.KVReceiver):
             return
         self._asked, sources = True, list[str]()
         with suppress(RequestError):
-            sources = self.kv_mgr.sources_of(getattr(self, "bootstrap_infos", None) or [])
+            sources = sources_of(getattr(self, "bootstrap_infos", None) or [], self.kv_mgr.reachable)
         self.kv_mgr.receiving.withdraw(self.bootstrap_room, sources, why)
 
     def is_abort_release_safe(self) -> bool:
@@ -484,8 +482,3 @@ class BootstrapServer(CommonKVBootstrapServer):
     """SGLang's own, where prefill ranks register. The page sizes of both sides need not be equal."""
 
     page_size = property(lambda _: None, lambda *_: None)
-
-
-def _join_logs() -> None:
-    """What this package logs goes where SGLang's own lines go."""
-    logging.getLogger("pdtransfer").setLevel(logging.getLogger("sglang").getEffectiveLevel())

@@ -30,8 +30,8 @@ _VERSION: str = sglang.__version__  # pyright: ignore[reportAttributeAccessIssue
 HAS = capabilities("SGLang", SGLANG_SINCE, _VERSION)
 DEFERS_RELEASES = "defers_releases" in HAS
 _HOST_RECEIVE = "disaggregation_decode_host_receive_threshold"
-# The attribute of a host buffer with its ranges that are registered with the GPU.
-REGISTERED_RANGES = getattr(pool_host, "_CUDA_HOST_REGISTERED_RANGES_ATTR", "_sglang_cuda_host_registered_ranges")
+# The attribute of a host buffer with its ranges that are registered with the GPU; older versions ask for none.
+REGISTERED_RANGES: str = vars(pool_host)["_CUDA_HOST_REGISTERED_RANGES_ATTR"] if "registered_ranges" in HAS else "_"
 
 
 class _Destination(Enum):
@@ -60,17 +60,17 @@ def require(name: str, option: str, missing: str) -> None:
 
 
 def receives_on_host(disagg: Any) -> bool:
-    """True if requests may land in the host pool; 0.5.21 is the first version where they can. Its threshold means
-    never at 0, that of later ones at 1: it is the default of each."""
-    option = signature(ServerArgs).parameters.get(_HOST_RECEIVE)
-    return option is not None and getattr(disagg, _HOST_RECEIVE) != option.default
+    """True if requests may land in the host pool. The threshold of 0.5.21 means never at 0, that of later ones at 1: it
+    is the default of each."""
+    options = signature(ServerArgs).parameters
+    return "destinations" in HAS and getattr(disagg, _HOST_RECEIVE) != options[_HOST_RECEIVE].default
 
 
 def draft_scope(worker: Any, server_args: Any) -> AbstractContextManager[object]:
-    """The context in which SGLang allocates a drafter's cache. Since 0.5.23 DFLASH's heads are shared out among other
-    ranks than the model's, with DP attention."""
-    layout = getattr(worker, "draft_parallel_layout", None)
-    if layout is None or drafter_with_kv(server_args) != "DFLASH":
+    """The context in which SGLang allocates a drafter's cache. DFLASH's heads may be shared out among other ranks than
+    the model's, with DP attention."""
+    shares_out = "draft_layouts" in HAS and drafter_with_kv(server_args) == "DFLASH"
+    if not shares_out or (layout := worker.draft_parallel_layout) is None:
         return nullcontext()
     from sglang.srt.speculative.spec_utils import draft_tp_context
 
@@ -98,12 +98,15 @@ def _required(owner: Any, name: str, option: str) -> Any:
 
 def buffer_infos(pool: Any) -> Any:
     """Addresses, lengths and item lengths of a pool's buffers that are transferred."""
-    return getattr(utils, "get_kv_transfer_buf_infos", lambda pool: pool.get_contiguous_buf_infos())(pool)
+    return (utils.get_kv_transfer_buf_infos if "transfer_buffers" in HAS else type(pool).get_contiguous_buf_infos)(pool)
 
 
-def has_host_buffers(args: Any) -> bool:
-    """True if KVArgs name a host pool beside the device's."""
-    return getattr(args, "host_kv_data_ptrs", None) is not None
+def complete(args: Any) -> None:
+    """Gives SGLang's KVArgs what only later versions' have, as it is in engines of this one."""
+    if "draft_buffers" not in HAS:
+        args.num_draft_entries = 0
+    if "window_layouts" not in HAS:
+        args.swa_kv_cache_layout = "nhd"
 
 
 def check_context_parallelism(manager: Any) -> None:
@@ -250,7 +253,7 @@ def _pop_transferred(original: Any, queue: Any, *given: Any, **named: Any) -> An
     released before the cache can be flushed: nobody writes its pages any more, or it would not have failed."""
     ours = any(isinstance(request.kv_receiver, KVReceiver) for request in queue.queue)
     popped = original(queue, *given, **named)
-    if ours and hasattr(queue, "resolve_deferred_releases"):
+    if ours and "resolves_releases" in HAS:
         queue.resolve_deferred_releases()
     return popped
 

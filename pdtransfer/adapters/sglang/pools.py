@@ -45,13 +45,14 @@ WINDOW = "swa"  # the state of sliding windows
 MINIMAX_INDEX = "minimax_index_k"  # the state of MiniMax's sparse layers
 _TOKENS, _OWN_PAGES = CacheKind("token", "filled", "heads"), CacheKind("page", "whole", "own")
 _SAME_PAGES = CacheKind("page", "whole", "every")
-# By SGLang's names of states: what is not here cannot be transferred yet.
+_V4 = "deepseek_v4."
+# By SGLang's names of states, those of DeepSeek V4 behind its own: what is not here cannot be transferred yet.
 KINDS = {
     WINDOW: _TOKENS, "dsa": _SAME_PAGES, LINEAR: CacheKind("request", "whole", "shares"), MINIMAX_INDEX: _SAME_PAGES,
     "minimax_dense_kv": _OWN_PAGES, "qsa_pending": CacheKind("request", "whole", "own"), "qsa_compressed": _OWN_PAGES,
     "block_scale": _OWN_PAGES, "block_scale_swa": _OWN_PAGES,
+    f"{_V4}{WINDOW}": _SAME_PAGES, f"{_V4}c128_state": CacheKind("request", "whole", "every"),
 }  # fmt: skip
-_COMPRESSED_KINDS = {WINDOW: _SAME_PAGES, "c128_state": CacheKind("request", "whole", "every")}  # DeepSeek V4's
 _RATIOS = {0, 4, 128}  # tokens of a row, in DeepSeek V4's layers; 0 for a window alone
 
 
@@ -204,7 +205,7 @@ class KVPools:
         of_device = kv.part(fours, len(kv.addresses))
         add(DEVICE_KV, _SAME_PAGES, of_device, _kinds_of(ratios, ("c4_index", 4), ("c128", 128)))
         for name, buffers in states:
-            count, kind = len(buffers.addresses), _COMPRESSED_KINDS[name]
+            count, kind = len(buffers.addresses), KINDS[_V4 + name]
             if name != WINDOW:
                 add(name, kind, buffers, _kinds_of(ratios, ("c128_state", 128)))
             elif name in self.replicas:
@@ -264,7 +265,7 @@ def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: 
     if ratios := _ratios(args):
         described.add_compressed(ratios, kv, zip(_kinds(args), states, strict=True))
         return described
-    drafts = _draft_count(args)
+    drafts = args.num_draft_entries
     first_layer = int(getattr(args, "prefill_start_layer", 0) or 0)
     named = getattr(args, "kv_layer_ids", None)
     layers = list(named or range(first_layer, first_layer + len(kv.addresses) - drafts))
@@ -294,27 +295,22 @@ def _check(args: Any) -> None:
     if (aux_bytes := sum(args.aux_item_lens)) > AUX_BYTES_MAX:
         raise ConfigError(f"metadata of a request: {aux_bytes} bytes, must be at most {AUX_BYTES_MAX}")
     compressed = bool(_ratios(args))
-    known = _COMPRESSED_KINDS if compressed else KINDS
+    known = {name.removeprefix(_V4) for name in KINDS if name.startswith(_V4) == compressed}
     kinds = _kinds(args)
     for kind in kinds:
         # SGLang lists the windows of a draft model of DeepSeek V4's as a second state.
         if kind not in known or kinds.count(kind) > (2 if compressed and kind == WINDOW else 1):
             raise ConfigError(f"state {kind}: is not supported; must be one each of {', '.join(sorted(known))}")
-        layout = getattr(args, "swa_kv_cache_layout", "nhd")  # before 0.5.22 there is no other
-        if kind == WINDOW and not compressed and layout != "nhd":
-            raise ConfigError(f"state swa: its layout is {layout}, must be nhd")
+        if kind == WINDOW and not compressed and args.swa_kv_cache_layout != "nhd":
+            raise ConfigError(f"state swa: its layout is {args.swa_kv_cache_layout}, must be nhd")
 
 
 def has_rows_of_pages(args: Any) -> bool:
     """True if a row of the KV cache is a whole page: DeepSeek V4's, and MiniMax's in NVFP4. Of these SGLang lists one
     buffer a layer, not K and V."""
-    layers = list(getattr(args, "kv_layer_ids", None) or ())[: len(args.kv_data_ptrs) - _draft_count(args)]
+    layers = list(getattr(args, "kv_layer_ids", None) or ())[: len(args.kv_data_ptrs) - args.num_draft_entries]
     has_one_each = 0 < len(layers) == len(set(layers))
     return bool(_ratios(args)) or (has_one_each and MINIMAX_INDEX in _kinds(args))
-
-
-def _draft_count(args: Any) -> int:
-    return int(getattr(args, "num_draft_entries", 0) or 0)
 
 
 def _ratios(args: Any) -> list[int]:

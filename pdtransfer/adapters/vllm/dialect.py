@@ -106,11 +106,10 @@ def head_totals(vllm_config: Any, kv_cache_config: Any) -> dict[str, int]:
 def sizes_of(kv_cache_config: Any) -> list[int]:
     """The sizes in bytes of the tensors that vLLM allocates for its KV cache, but for HiSparse's host pool."""
     tensors = [tensor for tensor in kv_cache_config.kv_cache_tensors if not getattr(tensor, "host_resident", False)]
-    whole = [tensor.size for tensor in tensors if hasattr(tensor, "layers") or tensor.block_stride > 0]
-    return [
-        *whole[:1],
-        *(tensor.size for tensor in tensors if not hasattr(tensor, "layers") and tensor.block_stride == 0),
-    ]
+    if "one_allocation" in HAS:
+        return [tensor.size for tensor in tensors[:1]]
+    packed = [tensor.size for tensor in tensors if tensor.block_stride > 0]
+    return packed[:1] + [tensor.size for tensor in tensors if tensor.block_stride == 0]
 
 
 def ranks_here(vllm_config: Any) -> Ranks:

@@ -88,6 +88,7 @@ def test_what_sglang_refuses_or_has_taken_back_is_sglangs_to_end(admission: Any)
     queue, req, back = Queue(), request("a", 1_150), request("b", 600, output=200)
     assert admission.exceeds_capacity(lambda *_: True, queue, req)
     assert not admission.exceeds_capacity(lambda *_: False, queue, back)
+    admission.HAS |= {"prealloc_ceiling"}
     queue.token_to_kv_pool_allocator.prealloc_ceiling_fits = lambda *_: True  # its parts share their bytes
     assert not admission.exceeds_capacity(lambda *_: False, queue, req)
     assert (req.aborted, back.aborted, queue.streamed) == (None, None, [])

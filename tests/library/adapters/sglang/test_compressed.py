@@ -150,8 +150,9 @@ def test_decodes_receiver_takes_pages_of_the_host_and_of_the_device(monkeypatch:
     pool.to_host(lambda size: memory.beside(extent, size).numpy())
     monkeypatch.setattr(backend.process, "memory", memory)
     monkeypatch.setattr(backend.process, "extent", extent)
+    monkeypatch.setattr(backend, "sources_of", lambda *_: ["tcp://[::1]:1"])
     for name, does in {
-        "_facts": lambda _: {"cache": "uint8"}, "_shown_facts": lambda _: {}, "sources_of": lambda *_: ["tcp://[::1]:1"],
+        "_facts": lambda _: {"cache": "uint8"}, "_shown_facts": lambda _: {},
         "_start_heartbeat_checker_thread": lambda _: None, "record_failure": lambda *given: refused.append(given[-1]),
     }.items():  # fmt: skip
         monkeypatch.setattr(backend.Manager, name, does, raising=False)

@@ -101,6 +101,7 @@ def test_pages_of_a_failed_request_are_held_until_no_rank_has_a_writer(
 
 
 def test_a_release_that_is_deferred_is_made_before_the_cache_can_be_flushed(dialect: Any) -> None:
+    dialect.HAS |= {"resolves_releases"}
     *_, (name, hook) = dialect.HOOKS
     assert name.endswith("DecodeTransferQueue.pop_transferred")
     steps = list[str]()
@@ -148,12 +149,19 @@ def test_names_of_sglangs_own_are_not_guessed(dialect: Any) -> None:
     assert dialect.first_layer(SimpleNamespace(start_layer=7)) == 7
 
 
+def test_what_kv_args_of_later_versions_have_is_there(dialect: Any) -> None:
+    args = SimpleNamespace()
+    dialect.complete(args)
+    assert vars(args) == {"num_draft_entries": 0, "swa_kv_cache_layout": "nhd"}
+
+
 @pytest.mark.parametrize("never", [0.0, 1.0])
 def test_requests_land_on_the_host_above_a_threshold_that_is_set(
     dialect: Any, never: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.5.21 means never by 0, later versions by 1, and earlier ones have no threshold."""
     assert not dialect.receives_on_host(SimpleNamespace())
+    dialect.HAS |= {"destinations"}
 
     class Newer:
         def __init__(self, disaggregation_decode_host_receive_threshold: float = never) -> None:

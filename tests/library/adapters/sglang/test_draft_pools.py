@@ -133,6 +133,7 @@ def test_a_drafter_is_measured_in_the_scope_in_which_sglang_allocates_it(
         yield
         configurator.layer_bytes = SIZE
 
+    hooks["modules"].dialect.HAS |= {"draft_layouts"}
     stand_in(monkeypatch, {"sglang.srt.speculative.spec_utils": {"draft_tp_context": scope}})
     worker = worker_of(configurator) | {"draft_parallel_layout": "a layout"}
     layers = started(

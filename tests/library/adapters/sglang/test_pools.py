@@ -127,14 +127,6 @@ def test_several_items_of_a_layer_are_several_kinds() -> None:
     assert [(plane.layer, plane.kind) for plane in planes] == [(4, "item.whole"), (4, "item1.whole"), (6, "item.whole")]
 
 
-def test_windows_before_0_5_22_have_one_layout_without_a_name() -> None:
-    pool = a_pool(("swa",))
-    args = pool.args
-    del args.swa_kv_cache_layout
-    made = pools(args, model_of(Ranks()), lambda _: (0, "dram"), kv=kv_buffers(args), states=state_buffers(args))
-    assert [component.name for component in made.components] == ["kv", "swa"]
-
-
 def test_windows_may_have_other_heads() -> None:
     ranks = Ranks(1, 2)
     model = replace(model_of(ranks), window_heads=Heads(8, ranks))

@@ -222,13 +222,14 @@ def test_a_request_that_fails_at_one_stage_before_it_has_pages_fails_at_prefill_
     """Prefill would wait for all stages' grants for minutes, SGLang's own limit. The number may be used again."""
     backend = with_stand_ins("backend", monkeypatch)
     with world(decode_stages=[stage_of([0], []), stage_of([1, 2], [])]) as engines:
+        monkeypatch.setattr(backend, "sources_of", lambda infos, _: engines.sources if infos else [])
         engines.begin(ROOM)
         receivers: list[Any] = []
         for rank in engines.decode:
             manager = SimpleNamespace(
-                receiving=rank.side, sources_of=lambda infos: engines.sources if infos else [], pp_size=2,
-                takes=lambda _: True, turn=rank.turn, request_status={ROOM: KVPoll.WaitingForInput},
-                failure_records={}, failure_lock=Lock(), connection_pool={}, is_abort_release_safe=lambda *_: True,
+                receiving=rank.side, reachable=None, pp_size=2, takes=lambda _: True, turn=rank.turn,
+                request_status={ROOM: KVPoll.WaitingForInput}, failure_records={}, failure_lock=Lock(),
+                connection_pool={}, is_abort_release_safe=lambda *_: True,
             )  # fmt: skip
             manager.check_status = manager.request_status.get
             receivers.append(backend.Receiver(manager, "host:1", ROOM))

@@ -77,9 +77,8 @@ def test_caches_whose_scales_are_known_start(dtype: str) -> None:
     "dtype", ["int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "turboquant_k8v4"]
 )
 def test_other_quantized_caches_are_refused_by_name(dtype: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^kv_cache_dtype: {dtype} is not supported; must be one of auto, .*ds_mla$"
-    ):
+    text = rf"(?m)^kv_cache_dtype: {dtype} is not supported; must be one of auto, .*ds_mla$"
+    with pytest.raises(ConfigError, match=text):
         check_cache_dtype(SimpleNamespace(cache_dtype=dtype))
 
 

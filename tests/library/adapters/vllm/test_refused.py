@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 from pdtransfer.errors import ConfigError
 from tests.library.adapters.stand_ins import imported, stand_in
 
+MUST_BE = "is not supported; must be one of FullAttentionSpec, .*, "
 INTERFACE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
@@ -52,28 +53,30 @@ def groups(*specs: str) -> Any:
     """vLLM's configuration of a cache with a group of each of these classes."""
     return SimpleNamespace(
         kv_cache_groups=[
-            SimpleNamespace(kv_cache_spec=type(name, (), {"block_size": 16})(), layer_names=[f"layer{index}"])
+            SimpleNamespace(
+                kv_cache_spec=type(name, (), {"block_size": 16})(), layer_names=[f"model.layers.{index}.attn"]
+            )
             for index, name in enumerate(specs)
         ]
     )
 
 
 @pytest.mark.parametrize(
-    ("interface", "spec", "last"),
+    ("interface", "spec", "text"),
     [
-        ({"KVConnectorTransferResults": object}, "CrossAttentionSpec", "MambaSpec"),
-        ({"KVConnectorTransferResults": object}, "EncoderOnlyAttentionSpec", "MambaSpec"),
-        ({}, "CrossAttentionSpec", "ChunkedLocalAttentionSpec"),
+        ({"KVConnectorTransferResults": object}, "CrossAttentionSpec", f"{MUST_BE}MambaSpec"),
+        ({"KVConnectorTransferResults": object}, "EncoderOnlyAttentionSpec", f"{MUST_BE}MambaSpec"),
+        ({}, "CrossAttentionSpec", f"{MUST_BE}ChunkedLocalAttentionSpec"),
+        ({}, "MambaSpec", r"needs vLLM 0\.30, found 0\.29\.1\+cpu"),
     ],
 )
-def test_caches_that_are_not_supported_are_refused_with_those_that_are(
-    interface: dict[str, Any], spec: str, last: str, monkeypatch: pytest.MonkeyPatch
+def test_caches_that_are_not_supported_are_refused_with_what_is(
+    interface: dict[str, Any], spec: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Versions before 0.30 have no interface for states."""
     dialect = dialect_of(monkeypatch, **interface)
-    assert [names for _, names in dialect.groups_of(groups("FullAttentionSpec"))] == [["layer0"]]
-    text = rf"^KV cache group 1: {spec} is not supported; must be one of FullAttentionSpec, .*, {last}$"
-    with pytest.raises(ConfigError, match=text):
+    assert [names for _, names in dialect.groups_of(groups("FullAttentionSpec"))] == [["model.layers.0.attn"]]
+    with pytest.raises(ConfigError, match=rf"(?m)^KV cache group 1: {spec} {text}$"):
         dialect.groups_of(groups("FullAttentionSpec", spec))
 
 
@@ -91,26 +94,23 @@ def test_a_refusal_has_each_fact_by_the_name_that_users_know(monkeypatch: pytest
     assert dialect.shown_facts(None, {}, facts | {"attention": ["A", "B"]}, "tokens") == shown
 
 
-def test_states_are_refused_with_the_first_version_that_hands_them_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_one_allocation_are_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     dialect = dialect_of(monkeypatch)
-    with pytest.raises(ConfigError, match=r"^KV cache group 0: MambaSpec needs vLLM 0\.30, found 0\.29\.1\+cpu$"):
-        dialect.groups_of(groups("MambaSpec"))
+    tensors = [SimpleNamespace(size=size, block_stride=stride) for size, stride in ((8, 0), (5, 2), (5, 2), (3, 0))]
+    config = SimpleNamespace(kv_cache_tensors=tensors)
+    assert dialect.sizes_of(config) == [8]
+    dialect.HAS -= {"one_allocation"}
+    assert dialect.sizes_of(config) == [5, 8, 3]
 
 
 def test_layers_of_unlike_windows_in_one_group_are_refused_by_their_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     dialect = dialect_of(monkeypatch, KVConnectorTransferResults=object)
     config = groups("FullAttentionSpec")
     [group] = config.kv_cache_groups
-    group.kv_cache_spec = SimpleNamespace(
-        block_size=16,
-        kv_cache_specs={
-            "a": type("FullAttentionSpec", (), {})(), "b": type("SlidingWindowSpec", (), {"sliding_window": 64})()
-        },
-    )  # fmt: skip
-    text = (
-        r"^KV cache group 0 mixes attention windows: all tokens \(FullAttentionSpec\), 64 tokens \(SlidingWindowSpec\)$"
-    )
-    with pytest.raises(ConfigError, match=text):
+    specs = {"a": type("FullAttentionSpec", (), {})(), "b": type("SlidingWindowSpec", (), {"sliding_window": 64})()}
+    group.kv_cache_spec = SimpleNamespace(block_size=16, kv_cache_specs=specs)
+    windows = r"all tokens \(FullAttentionSpec\), 64 tokens \(SlidingWindowSpec\)"
+    with pytest.raises(ConfigError, match=rf"(?m)^KV cache group 0 mixes attention windows: {windows}$"):
         dialect.groups_of(config)
 
 
@@ -136,16 +136,12 @@ def test_each_layer_has_the_heads_of_its_own_model(
 ) -> None:
     dialect = dialect_of(monkeypatch, KVConnectorTransferResults=object)
     config = groups("FullAttentionSpec", "FullAttentionSpec", "FullAttentionSpec", "MLAAttentionSpec")
-    for index, group in enumerate(config.kv_cache_groups):
-        group.layer_names = [f"model.layers.{index}.attn"]
     assert tuple(dialect.head_totals(drafted(mla=mla, drafter_mla=drafter_mla), config).values()) == expected
 
 
 def test_windows_have_heads_of_their_own_where_the_configuration_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     dialect = dialect_of(monkeypatch, KVConnectorTransferResults=object)
     config, model = groups("FullAttentionSpec", "SlidingWindowSpec"), drafted(mla=False, drafter_mla=False)
-    for index, group in enumerate(config.kv_cache_groups):
-        group.layer_names = [f"model.layers.{index}.attn"]
     model.speculative_config = None
     model.model_config.hf_text_config = SimpleNamespace(swa_num_key_value_heads=16)
     assert tuple(dialect.head_totals(model, config).values()) == (8, 16)

@@ -82,7 +82,7 @@ def bench_kernels(
     ] = False,
     json: Json = False,
 ) -> int:
-    """The kernels on card 0, as shares of what its copy engine does with the same bytes, or beside an opponent's."""
+    """The kernels on GPU 0, as shares of its copy engine's rate for the same bytes, or beside SGLang's kernels."""
     from ..bench import kernels
     from ..bench.report import show
 

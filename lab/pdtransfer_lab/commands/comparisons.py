@@ -1,4 +1,4 @@
-"""More parts of `pdtransfer bench`, which measure and attack this project itself, beside what they are held against."""
+"""More parts of `pdtransfer bench`, which attack this project's own parts, and compare them with others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..bench.fleets.requests import option
 from ..bench.report import show
 from .bench import bench, progress
 
-COMPARISONS = Group("Comparisons and attacks", help="Of this project's own parts, beside what they are held against.")
+COMPARISONS = Group("Comparisons and attacks", help="Attack this project's own parts, or compare them with others.")
 
 
 @bench.command(group=COMPARISONS)
@@ -50,7 +50,7 @@ def engines(
     ),
     json: Json = False,
 ) -> int:
-    """Real vLLM or SGLang: one engine, and prefill and decode engines with our KV transfer and theirs, side by side."""
+    """Real vLLM or SGLang: one engine, beside prefill and decode with pdtransfer and with the engine's connectors."""
     from ..bench.fleets import engines as part
 
     setup = part.setup_of(
@@ -107,7 +107,7 @@ def checkpoints(
     tokens: Annotated[int, counted("Tokens to generate.")] = 128,
     chunk_tokens: Annotated[int, counted("Tokens that prefill computes at a time.")] = 8_192,
     slots: Annotated[int, counted("Tokens that each side's memory holds.")] = 131_072,
-    check: Annotated[int, counted("Prompts of each length whose tokens are held against generate.")] = 4,
+    check: Annotated[int, counted("Prompts of each length whose tokens are compared with those of generate.")] = 4,
     engine_option: Annotated[tuple[str, ...], Parameter(help="name=value for both engines; may be repeated.")] = (),
     logs: Annotated[Path, Parameter(help="Where logs and timelines are written.")] = Path("build/checkpoints"),
     json: Json = False,

@@ -237,8 +237,8 @@ def measure(
     (`kv_load_failure_policy`). Four clients ask without a pause for 16 greedy tokens of random prompts of 65 to 700
     tokens, the same for every connector. Ours stands behind our router, the other is asked as its own proxy asks:
     prefill, and then decode with what prefill has returned. All connectors' servers run at the same time, and a fault
-    strikes one connector after the other: other load of the host is much the same for all. Tokens are held against
-    those that decode computes alone. An answer whose `finish_reason` is `abort` is an error.
+    strikes one connector after the other: other load of the host is much the same for all. Tokens are compared
+    with those that decode computes alone. An answer whose `finish_reason` is `abort` is an error.
 
     *Aborts*: of 60 requests half are given up, each within twice the time that one takes in quiet, on average. *Kill*:
     after 5 s of load all processes of a server end by SIGKILL; *restart*: by SIGTERM. No request is sent from then on.

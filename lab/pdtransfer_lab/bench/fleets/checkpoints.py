@@ -52,7 +52,7 @@ class Measured:
     tokens: int
     chunk_tokens: int
     slots: int
-    check: int  # prompts whose tokens are held against `generate`
+    check: int  # prompts whose tokens are compared with those of `generate`
 
     @property
     def vocabulary(self) -> int:

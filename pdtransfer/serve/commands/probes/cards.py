@@ -16,7 +16,7 @@ _PCI = "/sys/bus/pci/devices"
 _NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")  # a VGA or a 3D controller
 _MPS = "nvidia-cuda-mps"  # /proc truncates a process's name to 15 characters
 _MPS_PIPE = "/tmp/nvidia-mps/control"  # noqa: S108 (looked for, not made)
-_NO_CARD = "no GPU that the bindings see: copies run on the CPU"
+_NO_CARD = "the CUDA bindings see no GPU: copies run on the CPU"
 
 
 def cards(_root: Path) -> Seen:

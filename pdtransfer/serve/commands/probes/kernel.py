@@ -21,7 +21,7 @@ def memfd(_root: Path) -> Seen:
         map_received(arena.fd, arena.byte_count).close()
         os.ftruncate(arena.fd, 0)
     except PermissionError:
-        return ok("made and mapped, and shrinking is refused")
+        return ok("can be made and mapped, and cannot be shrunk")
     finally:
         arena.close()
     return missing("a sealed memfd could be shrunk", KERNEL)
@@ -43,7 +43,7 @@ def lock(_root: Path) -> Seen:
     finally:
         arena.close()
     if kept and freed:
-        return ok("kept by a mapping alone, free after it")
+        return ok("kept while the memory is mapped, free afterwards")
     return missing(f"kept by the mapping: {kept}, freed after it: {freed}", KERNEL)
 
 

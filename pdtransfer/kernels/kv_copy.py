@@ -173,7 +173,7 @@ def side_of(name: str, slots: Slots, pool: Pool, slot_limit: int) -> Side:
         return Side(None, entries.start, 0, False, granule, len(entries), limit, on_gpu)
     interface: dict[str, Any] | None = getattr(entries, "__cuda_array_interface__", None)
     if interface is None:
-        listed = np.ascontiguousarray(entries)
+        listed = np.ascontiguousarray(entries, None if np.size(entries) else np.int64)
         if listed.dtype.str not in ("<i4", "<i8") or listed.ndim != 1:
             raise LocalProtocolError(f"{name}: {listed.dtype} of shape {listed.shape}, not int32 or int64 (n,)")
         return Side(listed, 0, 0, listed.dtype == np.int64, granule, len(listed), limit, on_gpu)

@@ -258,6 +258,7 @@ def test_what_the_cpu_knows_is_checked_before_a_byte_moves(
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
     with pytest.raises(LocalProtocolError, match=complaint):
         kv_copy(pool_of(target, device=host), pool_of(source, device=host), target_slots, source_slots, count)
+    kv_copy(pool_of(target), pool_of(source), [], np.array([]), 0)  # of which numpy makes float64
     assert (target.memory == CANARY).all()
 
 

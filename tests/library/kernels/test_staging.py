@@ -13,9 +13,7 @@ from pdtransfer.errors import WorldError
 from pdtransfer.kernels.staging import Staging
 
 
-def test_what_did_not_get_larger_memory_goes_on_with_what_it_has_and_never_beyond(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_got_no_larger_memory_goes_on_with_what_it_has_and_never_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may have no more memory to pin for now; the next list must not take the old for the larger one."""
     monkeypatch.setattr("pdtransfer.kernels.staging._BYTES_MIN", 2_048)
     memory, refuses = list[Any](), [False]

@@ -185,9 +185,7 @@ def test_the_tightest_cgroup_limits_an_arena(
         ArenaMemory.create(80 * MIB, huge_pages="never")
 
 
-def test_huge_pages_that_are_not_there_are_named_with_the_command_that_mends_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_huge_pages_that_are_missing_are_named_with_the_command_that_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_memory, "huge_pages_free", lambda: 3)
     with pytest.raises(WorldError, match=r"4 pages of 2 MiB, 3 are free; sysctl vm.nr_hugepages=4"):
         ArenaMemory.create(7 * MIB, huge_pages="always")

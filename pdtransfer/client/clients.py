@@ -248,9 +248,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         self._components = {component.name: component for component in components}
 
         async def start() -> PrefillNode:
-            node = PrefillNode(
-                settings, components, self._report, writer=writer, replicas=replicas, condemned=condemned
-            )
+            named = partial(PrefillNode, writer=writer, replicas=replicas, condemned=condemned)
+            node = named(settings, components, self._report)
             try:
                 await node.prepare()
                 self.endpoint = await node.bus.bind(bind)
@@ -279,23 +278,17 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         names = listed("group: node", [member.node for member in members], str)
         endpoints = listed("group: endpoint", [member.endpoint for member in members[1:]], str)
         if names[:1] != (self._node_name,) or len(names) > PEERS_MAX:
-            raise LocalProtocolError(
-                f"group: {list(names[:8])} are not 1..{PEERS_MAX} ranks with {self._node_name!r} first"
-            )
+            text = f"group: {list(names[:8])} are not 1..{PEERS_MAX} ranks with {self._node_name!r} first"
+            raise LocalProtocolError(text)
         if not all(endpoints) or len(set(names)) < len(names) or len(set(endpoints)) < len(endpoints):
             raise LocalProtocolError(f"group: {list(endpoints)} of {list(names[1:])} are not one endpoint each")
         self._port.to_loop(self._node.set_group, members)
         self._group_is_known = True
 
     def open(
-        self,
-        room: int,
-        *,
-        tokens: int | None,
-        time_left_s: float = 60.0,
-        grants: int | None = 1,
+        self, room: int, *, tokens: int | None, time_left_s: float = 60.0, grants: int | None = 1,
         peers: Collection[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Begins a room of `tokens` tokens for `grants` decode ranks, before or after these have asked for it.
 
         Both may be None where only decode knows: the first decode rank that asks then decides, by its tokens and by the
@@ -327,9 +320,10 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         `pages` are integers (n,): the indices of the pages that hold the room's rows from row 0 to at least rows[1], in
         order. Row 0 is `skip` slots into the first page, as in a sliding window. The rows must not change and the pages
         must not be freed, before RoomDrained. A cell without `after` waits for the event of the cell pushed before it.
-        Raises LocalProtocolError for an unknown component and for pages that do not cover the rows.
+        Raises LocalProtocolError for a room that was never opened, an unknown component, and pages that do not cover
+        the rows.
         """
-        room, rows, after = label(room), span("rows", rows), _event(after)
+        room, rows, after = self._begun(room), span("rows", rows), _event(after)
         gate = None if after is None else ReadyGate(after)
         pool = self._components.get(checked("component", component, str))
         if pool is None:
@@ -344,7 +338,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         `aux` is at most 64 KiB that decode needs to continue, such as the first token. RoomLanded follows, then
         RoomDrained.
         """
-        room, aux, after = label(room), _octets("aux", aux), _event(after)
+        room, aux, after = self._begun(room), _octets("aux", aux), _event(after)
         if self._states.get(room) in (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT):
             self._states[room] = KVPoll.TRANSFERRING
         self._port.to_loop(self._node.finish, room, aux=aux, after=after)
@@ -362,15 +356,20 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
             match event:
                 case RoomLeased(room) if self._states[room] is KVPoll.BOOTSTRAPPING:
                     self._states[room] = KVPoll.WAITING_FOR_INPUT
-                case RoomLeased() | RoomAsked():
-                    pass
                 case RoomLanded(room):
                     self._states[room] = KVPoll.SUCCESS
                 case RoomFailed(room):
                     self._states[room] = KVPoll.FAILED
                 case RoomDrained(room):
                     self._end(room)
+                case _:
+                    pass
         return events
+
+    def _begun(self, room: int) -> int:
+        if (number := label(room)) not in self._states and self._node:
+            raise LocalProtocolError(f"room: {number:016x} is not open")
+        return number
 
 
 class DecodeClient(_Client[DecodeNode, DecodeEvent]):
@@ -475,9 +474,8 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         chosen = None
         if slots is not None:
             if prompt is not None or growth:
-                raise LocalProtocolError(
-                    "slots: with slots of the engine's choice neither a prompt nor growth is possible"
-                )
+                text = "slots: with slots of the engine's choice neither a prompt nor growth is possible"
+                raise LocalProtocolError(text)
             checked("slots", slots, Mapping)
             chosen = chosen_rows(
                 self._components, slots, tokens=tokens, prefix=prefix, enable_hisparse=enable_hisparse,

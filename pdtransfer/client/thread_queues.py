@@ -92,6 +92,6 @@ class ThreadQueues(Generic[EventForEngine]):
 
     def close(self) -> None:
         """Closes the descriptor, once both sides are done."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # first: another thread may close it as well
+        if fd >= 0:
+            os.close(fd)

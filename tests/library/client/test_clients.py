@@ -551,6 +551,9 @@ def test_releasing_a_room_that_is_not_ready_fails_it(pair: Pair) -> None:
 
 
 def test_a_label_names_one_room_only(pair: Pair) -> None:
+    for early in (lambda: pair.prefill.push(1, [0], rows=(0, 5)), lambda: pair.prefill.finish(1)):
+        with pytest.raises(LocalProtocolError, match="room: 0000000000000001 is not open"):
+            early()
     pair.begin(1, 40)
     for again in (lambda: pair.expect(1, 40), lambda: pair.prefill.open(1, tokens=40)):
         with pytest.raises(LocalProtocolError, match="0000000000000001 was used already"):
@@ -716,9 +719,7 @@ def test_whatever_step_of_a_start_fails_nothing_is_left(
     assert set(threading.enumerate()) <= threads
 
 
-async def test_a_context_that_is_left_while_it_is_entered_leaves_no_client_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_context_left_while_it_is_entered_leaves_no_client_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, bind = threading.Event(), threading.Event(), client_module.PrefillNode.prepare
 
     async def slowly(node: Any) -> None:

@@ -229,9 +229,7 @@ def test_quiesce_gives_up_after_its_time(pair: Pair, monkeypatch: pytest.MonkeyP
     assert not pair.prefill.quiesce(1, 0.05)
 
 
-def test_an_event_that_is_polled_before_its_signal_leaves_no_descriptor_readable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_event_polled_before_its_signal_leaves_no_descriptor_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a level-triggered loop would spin until the next event."""
     queues, write = ThreadQueues[int](), os.eventfd_write
     queues.to_engine(1)

@@ -158,6 +158,13 @@ def test_the_descriptor_is_not_inherited_and_comes_back(port: ThreadQueues[int])
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_two_threads_may_close_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, close, closed = ThreadQueues[int](), os.close, list[int]()
+    monkeypatch.setattr(port_module.os, "close", lambda fd: (closed.append(fd), port.close(), close(fd)))
+    port.close()
+    assert len(closed) == 1
+
+
 def test_what_was_left_can_be_polled_after_close(port: ThreadQueues[int]) -> None:
     port.to_engine(1)
     port.close()

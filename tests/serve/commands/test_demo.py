@@ -369,9 +369,7 @@ def test_a_prompt_beyond_the_models_context_makes_a_longer_context() -> None:
 
 
 @pytest.mark.slow
-def test_the_single_process_runs_apart_and_is_killed_on_cancellation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_single_process_runs_apart_and_is_killed_on_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
     spawn, made = multiprocessing.get_context("spawn"), []
 
     def process(*arguments: Any, **named: Any) -> Any:

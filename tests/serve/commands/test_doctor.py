@@ -118,9 +118,7 @@ def test_a_failed_system_call_is_missing_and_other_probes_run(
     assert states["clock"]["state"] in ("ok", "warn")
 
 
-def test_a_probe_that_raises_is_missing_if_required_and_other_probes_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_probe_that_raises_is_missing_if_required_and_other_probes_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(_: Path) -> Seen:
         raise TypeError("a bug\nof two lines")
 

@@ -122,5 +122,5 @@ def test_a_rank_reports_which_layers_and_heads_it_holds_and_who_else_does(
 )
 def test_a_split_that_the_model_does_not_allow_is_one_clear_line(role, options, ranks, text):
     group = Threads(tp=ranks.tp_size, pp=ranks.pp_size).groups()[0]
-    with pytest.raises(ConfigError, match=f"^{text}$"):
+    with pytest.raises(ConfigError, match=f"(?m)^{text}$"):
         create(config(role, attention="gqa", options=options, group=group))

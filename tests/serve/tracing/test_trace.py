@@ -151,7 +151,7 @@ def test_a_process_that_begins_leaves_what_the_one_before_it_has_written(tmp_pat
 
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"^timeline = '.*/file/here': Not a directory$"):
+    with pytest.raises(ConfigError, match=r"(?m)^timeline = '.*/file/here': Not a directory$"):
         Recorder(tmp_path / "file" / "here", "p")
 
 

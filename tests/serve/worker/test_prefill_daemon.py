@@ -90,7 +90,7 @@ async def test_only_a_leader_that_ranks_follow_announces_its_steps(ranks: Ranks,
     [("os:path", "must be a factory, it is a module"), ("os:nothing", "module 'os' has no attribute 'nothing'")],
 )
 def test_an_engine_that_is_none_is_one_clear_error(path: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"^engine = '{path}': {text}$"):
+    with pytest.raises(ConfigError, match=f"(?m)^engine = '{path}': {text}$"):
         create_engine(path, PrefillConfig(engine=path).engine_config)
 
 

@@ -108,7 +108,7 @@ class HttpListener:
         self._handshakes: Handshakes | None = None
         self._server: asyncio.Server | None = None
 
-    async def open(self, listen: str, tls: ServerTls | None = None, *, named: str = "http") -> str:
+    async def open(self, listen: str, tls: ServerTls | None = None, *, named: str = "listen") -> str:
         """Listens on host:port (port 0: any free port), which the setting `named` gives; returns host:port as bound.
         Raises WorldError."""
         host, _, port = listen.rpartition(":")

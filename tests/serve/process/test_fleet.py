@@ -91,7 +91,7 @@ async def test_a_daemon_that_fails_is_reported_with_its_status_and_the_end_of_it
                 pytest.fail("it cannot listen")
     text = str(caught.value)
     assert "router daemon did not become ready" in text
-    assert f"cannot listen on {listen}" in text
+    assert f"listen: cannot listen on {listen}" in text
     assert "(status 1)" in text
 
 

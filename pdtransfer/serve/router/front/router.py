@@ -67,7 +67,7 @@ class Router:
         """Has the backend reach its workers, and listens; returns host:port. Raises ConfigError or WorldError."""
         await self.backend.open()
         self.delay.start()
-        return await self._listener.open(self._config.listen, self.guard.tls, named="listen")
+        return await self._listener.open(self._config.listen, self.guard.tls)
 
     @property
     def reloads(self) -> tuple[Callable[[], None], ...]:

@@ -34,8 +34,10 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1, "topk_method": "noaux_tc", "moe_layer_freq": 1, "scoring_func": "sigmoid",
     "initializer_range": 0.08,
 }  # fmt: skip
-NEXT_LAYER = LATENT | {  # SGLang's kernel for what such a layer reads takes more than 256 hidden numbers
-    "hidden_size": 512, "num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 1,
+# SGLang's kernel for what such a layer reads takes more than 256 hidden numbers. Of a model with a single layer, SGLang
+# loads this one in the place of the one that drafts.
+NEXT_LAYER = LATENT | {
+    "hidden_size": 512, "num_hidden_layers": 2, "first_k_dense_replace": 0, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 # As DeepSeek-V3 has it: SGLang turns rows on a CPU in no other way.
 PUBLISHED: dict[str, Any] = {
@@ -239,8 +241,12 @@ def drafter_input(config: Any) -> torch.Tensor:
 
 
 def add_next_token_layer(weights_path: Path, config: Any) -> None:
-    """Adds to a model of one layer this layer once more, for multi-token prediction."""
+    """Adds to a model its first layer once more, for multi-token prediction. The layers between add nothing to the
+    hidden state, so that it drafts what the model takes."""
     weights = load_file(weights_path)
+    for name, weight in weights.items():
+        if ".layers." in name and ".layers.0." not in name and ("o_proj" in name or "down_proj" in name):
+            weight.zero_()
     first, last = "model.layers.0.", f"model.layers.{config.num_hidden_layers}."
     added = {last + name.removeprefix(first): weight for name, weight in weights.items() if name.startswith(first)}
     added |= {f"{last}{norm}.weight": torch.ones(config.hidden_size) for norm in ("enorm", "hnorm")}

@@ -1,5 +1,5 @@
-"""The requests that decode's scheduler has no memory for. SGLang admits one once its prompt and
---num-reserved-decode-tokens more are free, and lets none pass one that came before it."""
+"""When decode's scheduler admits a request. SGLang does once its prompt and --num-reserved-decode-tokens more are free,
+and lets none pass one that came before it."""
 
 # pyright: basic, reportMissingImports=false
 
@@ -115,6 +115,20 @@ def _pop_with_hisparse(original: Any, queue: Any, *given: Any, **named: Any) -> 
         return original(queue, *given, **named)
     finally:
         queue.transfer_backend = ours
+
+
+def admit_direct(original: Any, coordinator: Any, req: Any) -> None:
+    """A request whose KV has arrived in HiSparse's host pool. Where its rows exceed the buffer on the GPU, attention
+    reads the newest one behind the buffer, where the step that computes it leaves it. DeepSeek V4 computes a row with
+    each fourth token; until then the newest one is the prompt's last, and SGLang does not load it."""
+    original(coordinator, req)
+    newest, rows = coordinator.device_buffer_size, coordinator.host_token_len(req.kv.kv_allocated_len)
+    if coordinator.is_dsv4_hisparse and rows > newest:
+        index, pool = req.kv.req_pool_idx, coordinator.mem_pool_device
+        last = coordinator.req_to_host_pool[index, rows - 1 : rows]
+        place = coordinator.req_to_device_buffer[index, newest : newest + 1]
+        for layer in range(pool.layer_num):
+            coordinator.mem_pool_host.load_to_device_per_layer(pool, last, place, layer, io_backend="kernel")
 
 
 def _log(queue: Any, waits: bool) -> None:

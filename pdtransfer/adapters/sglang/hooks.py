@@ -294,6 +294,7 @@ def _get_internal_state(original: Any, scheduler: Any, *args: Any, **named: Any)
 
 _DECODE = "sglang.srt.disaggregation.decode"
 _STAGES = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
+_COORDINATOR = "sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator"
 # Functions of SGLang's, and what is called around each.
 STAGE_HOOKS = (
     (f"{_STAGES}._pp_pd_get_decode_transferred_ids", _get_transferred),
@@ -309,6 +310,7 @@ HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
     (f"{_DECODE}.DecodeTransferQueue.__init__", _init_transfer_queue),
     (f"{_DECODE}.DecodePreallocQueue._check_if_req_exceed_kv_capacity", _where_ours(admission.exceeds_capacity)),
     (f"{_DECODE}.DecodePreallocQueue.pop_preallocated", _where_ours(admission.pop_admitted)),
+    (f"{_COORDINATOR}.admit_request_direct", _where_ours(admission.admit_direct)),
     ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped", _pop_bootstrapped),
     ("sglang.srt.disaggregation.common.conn.PrefillServerInfo.__init__", _init_server_info),
     ("sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks", _query_prefill_dp_ranks),

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.library.adapters.sglang.sglang_modules import with_stand_ins
@@ -112,6 +113,30 @@ def test_with_hisparse_sglang_may_name_pages_of_the_device_too(
     with pytest.raises(RuntimeError) if fails else nullcontext():
         assert admission.pop_admitted(named, queue) == (["a"], [])
     assert (seen, queue.transfer_backend) == (["mooncake"], "pdtransfer")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "compressed", "row"), [(35, True, None), (36, True, 108), (43, True, 109), (43, False, None)]
+)
+def test_behind_hisparses_full_buffer_lies_the_newest_row_of_four(
+    admission: Any, tokens: int, compressed: bool, row: int | None
+) -> None:
+    """In each layer, once SGLang has admitted the request; of a cache with a row a token the first step computes it."""
+    events = list[Any]()
+
+    def load(pool: Any, host: Any, device: Any, layer: int, *, io_backend: str) -> None:
+        assert (pool, io_backend) == (coordinator.mem_pool_device, "kernel")
+        events.append((layer, *host.tolist(), *device.tolist()))
+
+    coordinator = SimpleNamespace(
+        is_dsv4_hisparse=compressed, device_buffer_size=8, host_token_len=lambda tokens: tokens // 4,
+        mem_pool_device=SimpleNamespace(layer_num=2), mem_pool_host=SimpleNamespace(load_to_device_per_layer=load),
+        req_to_host_pool=np.array([np.zeros(12), 100 + np.arange(12)]),
+        req_to_device_buffer=np.array([np.zeros(12), 200 + np.arange(12)]),
+    )  # fmt: skip
+    req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1, kv_allocated_len=tokens))
+    admission.admit_direct(lambda *given: events.append(given), coordinator, req)
+    assert events == [(coordinator, req), *((layer, row, 208) for layer in range(2) if row)]
 
 
 def test_with_hisparse_the_hosts_pool_counts(admission: Any) -> None:

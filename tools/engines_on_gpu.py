@@ -83,7 +83,7 @@ def sglang_groups() -> list[Group]:
         Group("retract-hisparse", 3, (GPU, "-k", f"{retracts} and hisparse")),
         Group("dense-fp8", 3, (GPU, "-k", f"{dense} and fp8")),
         Group("dense-graphs", 3, (GPU, "-k", f"{dense} and graphs")),
-        Group("v4", 5, (GPU, "-k", "deepseek_v4", "-rP")),
+        Group("v4", 4, (GPU, "-k", "deepseek_v4", "-rP")),
         Group("deepseek_v32", 5, (GPU, "-k", "deepseek_v32")),
         Group("eagle", 4, (DRAFTS, "-k", "llama")),
         Group("mtp", 4, (DRAFTS, "-k", "deepseek")),

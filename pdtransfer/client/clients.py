@@ -248,8 +248,9 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         self._components = {component.name: component for component in components}
 
         async def start() -> PrefillNode:
-            named = partial(PrefillNode, writer=writer, replicas=replicas, condemned=condemned)
-            node = named(settings, components, self._report)
+            node = PrefillNode(
+                settings, components, self._report, writer=writer, replicas=replicas, condemned=condemned
+            )
             try:
                 await node.prepare()
                 self.endpoint = await node.bus.bind(bind)

@@ -82,7 +82,7 @@ class PrefillRoomHandle(_Handle[PrefillClient]):
         return await asyncio.shield(self._landed)
 
     async def finish(self, *, aux: bytes = b"", after: Event | None = None) -> RoomLanded:
-        """Returns when the room has landed and its pages may be reused, as they may after a RoomFailedError."""
+        """Returns once the room has landed, or raises RoomFailedError; its pages may be reused then."""
         self.client.finish(self.room, aux=aux, after=after)
         await self.drained()
         return self._landed.result()

@@ -57,10 +57,7 @@ class MiniMaxEngine(Engine):
     def state_indices(self, request: int, prefix: int, tokens: int) -> dict[Any, Any]:
         slots = self.at(request, np.arange(tokens))
         index = minimax_index_transfer_pages(slots, page_size=self.page_size, prefix_len=prefix)
-        return {
-            StateType.MINIMAX_INDEX_K: index,
-            StateType.MINIMAX_DENSE_KV: kv_to_page_indices(slots, self.page_size),
-        }
+        return {StateType.MINIMAX_INDEX_K: index, StateType.MINIMAX_DENSE_KV: kv_to_page_indices(slots, self.page_size)}
 
     def rows(self, request: int, first: int, tokens: int) -> Iterator[tuple[str, NDArray[np.uint8]]]:
         pool, slots = self.pool, self.at(request, np.arange(first, tokens))

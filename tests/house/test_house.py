@@ -117,23 +117,11 @@ def linted(root: Path) -> str:
 BREAKS = [
     ("handoff/slot_allocator.py", "import time", "pdtransfer.handoff is not allowed to import time"),
     ("handoff/decode/prefill_peers.py", "import zmq", "pdtransfer.handoff is not allowed to import zmq"),
-    (
-        "layout/layout.py",
-        "from ..wire import Message",
-        "pdtransfer.layout is not allowed to import pdtransfer.wire",
-    ),
+    ("layout/layout.py", "from ..wire import Message", "pdtransfer.layout is not allowed to import pdtransfer.wire"),
     ("client/labels.py", "import rich", "pdtransfer.client is not allowed to import rich"),
     ("errors.py", "from .serve import settings", "pdtransfer.errors is not allowed to import pdtransfer.serve"),
-    (
-        "client/labels.py",
-        "from ..serve import sampling",
-        "pdtransfer.client is not allowed to import pdtransfer.serve",
-    ),
-    (
-        "serve/sampling.py",
-        "from .router import router",
-        "sampling is not allowed to import pdtransfer.serve.router",
-    ),
+    ("client/labels.py", "from ..serve import sampling", "pdtransfer.client is not allowed to import pdtransfer.serve"),
+    ("serve/sampling.py", "from .router import router", "sampling is not allowed to import pdtransfer.serve.router"),
     ("hisparse/coordinator.py", "import torch", "pdtransfer.hisparse.coordinator is not allowed to import torch"),
     (
         "../lab/pdtransfer_lab/models/tokens.py",

@@ -54,10 +54,7 @@ def test_the_connector_takes_its_settings(role: str, kind: str) -> None:
 
 def test_each_port_that_is_dialled_is_open_to_the_pool() -> None:
     prefill, [sidecar] = settings("prefill"), pod("decode")["initContainers"]
-    ports = {
-        Address.parse(prefill.bind).port_first,
-        Address.parse(f"tcp://{prefill.bootstrap}").port_first,
-    }
+    ports = {Address.parse(prefill.bind).port_first, Address.parse(f"tcp://{prefill.bootstrap}").port_first}
     assert int(options(sidecar)["mooncake-bootstrap-port"]) in ports
     [policy] = [manifest for manifest in manifests() if manifest["kind"] == "NetworkPolicy"]
     everybody, pool = policy["spec"]["ingress"]

@@ -93,12 +93,7 @@ def main() -> None:
 
     print("mapped", flush=True)
     obey(
-        {
-            "push": lambda: started(push_forever, target, pools, stream),
-            "push half": push_half,
-            "hbm": hbm,
-            "half": half,
-        }
+        {"push": lambda: started(push_forever, target, pools, stream), "push half": push_half, "hbm": hbm, "half": half}
     )
 
 

@@ -83,6 +83,10 @@ class CoreAndClock:
 
     core: Any
     now: float
+    peer = ""  # of whom a message is, unless it is named
+
+    def receive(self, *messages: Message, peer: str = "") -> list[Any]:
+        return [effect for message in messages for effect in self.core.receive(peer or self.peer, message, self.now)]
 
     def tick(self, seconds: float) -> list[Any]:
         """Lets this much time pass, and does what falls due in it when it does."""
@@ -100,7 +104,7 @@ class CoreAndClock:
 class DecodeEnd(CoreAndClock):
     """A DecodeSessions whose prefill ranks are played by the test."""
 
-    reach = REACH
+    reach, peer = REACH, P
 
     def __init__(
         self, limits: Limits = LIMITS, slots: int = SLOTS, arena: tuple[Component, ...] | None = None, **options: Any
@@ -111,9 +115,6 @@ class DecodeEnd(CoreAndClock):
         arena = arena or components(slots, 1, page_first=True)
         self.core = DecodeSessions(self.me, arena, limits, lambda: next(ids), **options)
         self.incarnation = 1
-
-    def receive(self, *messages: Message, peer: str = P) -> list[Any]:
-        return [effect for message in messages for effect in self.core.receive(peer, message, self.now)]
 
     def live(self, seconds: float, *peers: str) -> list[Any]:
         """The same, while these peers answer every Ping and Hello."""
@@ -179,14 +180,13 @@ class DecodeEnd(CoreAndClock):
 class PrefillEnd(CoreAndClock):
     """A PrefillSessions whose decode ranks are played by the test."""
 
+    peer = D
+
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.now = 0.0
         self.components = components(SLOTS, 4, page_first=False)
         self.me = identity("p0", "prefill", 9, window=limits.window)
         self.core = PrefillSessions(self.me, self.components, limits)
-
-    def receive(self, *messages: Message, peer: str = D) -> list[Any]:
-        return [effect for message in messages for effect in self.core.receive(peer, message, self.now)]
 
     def hello(self, incarnation: int = 1, **changes: Any) -> Hello:
         node = changes.pop("node", "d0")

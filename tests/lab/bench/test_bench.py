@@ -176,9 +176,7 @@ def test_transfer_over_a_network_has_each_arena(capsys: pytest.CaptureFixture[st
     assert "no two free slots together" in printed(transfer.NETWORK_LINES, figures, transfer.measure, capsys)
 
 
-def test_json_shows_where_when_and_how_its_figures_were_measured(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_json_shows_where_when_and_how_its_figures_were_measured(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [report.Line("speed", "{gb_s:.1f} GB/s", "{what}")]
     assert report.show({"gb_s": 1.23456, "what": "x"}, lines, copy.measure, transfer.measure, json=True) == 0
     (line,) = capsys.readouterr().out.splitlines()

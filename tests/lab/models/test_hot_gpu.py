@@ -56,9 +56,7 @@ def decode_of(
         registered = arena.mapping.registered
         assert registered is not None
         engine.attach(
-            arena.mapping.view[: engine.description.memory_bytes],
-            device_address=registered.device_address,
-            hbm=on_card,
+            arena.mapping.view[: engine.description.memory_bytes], device_address=registered.device_address, hbm=on_card
         )
         for room in rooms:
             engine.admit(room, decode.held(room.room), source.aux[room.room])

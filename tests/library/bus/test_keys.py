@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import stat
@@ -116,7 +117,8 @@ def test_a_world_writable_allow_list_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_allow_list_takes_comments_blank_lines_and_keys_with_hashes() -> None:
-    hashed = zmq_key_with_hash()
+    keys = (zmq.curve_keypair()[0].decode() for _ in itertools.count())
+    hashed = next(key for key in keys if "#" in key)
     text = f"# peers\n\n  prefill-0   {KEY}   # rack 3, # twice\nrouter.a\t{OTHER}\ndecode {hashed} #\n"
     allowed = AllowList.parse(text, source="list")
     assert dict(allowed.names) == {KEY: "prefill-0", OTHER: "router.a", hashed: "decode"}
@@ -132,13 +134,6 @@ def test_an_allow_list_may_limit_a_peers_roles() -> None:
     allow_list = AllowList.parse(f"a {KEY}", source="list")
     assert not any(allow_list.why_not(KEY, role) for role in roles)
     assert all(allow_list.why_not(OTHER, role) == "not on the allow-list" for role in roles)
-
-
-def zmq_key_with_hash() -> str:
-    while True:
-        key = zmq.curve_keypair()[0].decode()
-        if "#" in key:
-            return key
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,7 @@ def test_rows_that_the_engine_has_do_not_cross_and_prefill_learns_it(pair: Pair)
 
 @pytest.mark.parametrize(
     "end",
-    [
-        TOKENS,
-        pytest.param(37, marks=pytest.mark.given(decode_options={"engine_slots": True, "open_ended": ["kv"]})),
-    ],
+    [TOKENS, pytest.param(37, marks=pytest.mark.given(decode_options={"engine_slots": True, "open_ended": ["kv"]}))],
     ids=["the first rows", "the last rows of an open-ended component"],
 )
 def test_rows_stay_away_where_the_engine_has_no_slots_for_them(pair: Pair, end: int) -> None:

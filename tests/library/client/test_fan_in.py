@@ -75,6 +75,12 @@ class Fleet:
         for node in self.decode:
             node.client.expect(room, tokens=tokens, sources=self.sources[:1] if led else self.sources, whole_group=led)
 
+    def lands(self, room: int, tokens: int, **more: Any) -> None:
+        """A room from its beginning on."""
+        self.begin(room, tokens, **more)
+        self.send(room, tokens)
+        self.check_landed(room, tokens)
+
     def fails(self, room: int) -> RoomFailed:
         """On the first decode rank."""
         self.until(lambda: self.decode[0].event_of(room, RoomFailed))
@@ -182,9 +188,7 @@ def decode_node(stack: ExitStack, part: Part, place: Place, name: str, layout: s
 )  # fmt: skip
 def test_a_room_of_several_ranks_lands_bit_for_bit_on_each_decode_rank(part: Part, prefill: Size, decode: Size) -> None:
     with fleet(part, prefill, decode) as it:
-        it.begin(1, 50)
-        it.send(1, 50)
-        it.check_landed(1, 50)
+        it.lands(1, 50)
 
 
 @pytest.mark.parametrize(
@@ -192,17 +196,13 @@ def test_a_room_of_several_ranks_lands_bit_for_bit_on_each_decode_rank(part: Par
 )
 def test_stages_and_slices_land_in_every_layout(layouts: tuple[str, str]) -> None:
     with fleet(GQA, (2, 2), (2, 1), layouts) as it:
-        it.begin(1, 77)
-        it.send(1, 77)
-        it.check_landed(1, 77)
+        it.lands(1, 77)
 
 
 @pytest.mark.parametrize("part", [GQA, MLA], ids=["gqa", "mla"])
 def test_what_each_rank_sent_is_verified_on_each_decode_rank(part: Part) -> None:
     with fleet(part, (2, 2), (2, 1), verify=True) as it:
-        it.begin(1, 50)
-        it.send(1, 50)
-        it.check_landed(1, 50)
+        it.lands(1, 50)
 
 
 @pytest.mark.parametrize("who", ["p0", "p1", "d0", "d1"])
@@ -212,16 +212,12 @@ def test_whoever_gives_a_room_up_ends_it_for_all_and_the_next_one_lands(who: str
         it.until(lambda: all(node.event_of(1, RoomLeased) for node in it.prefill))
         next(node for node in (*it.prefill, *it.decode) if node.name == who).client.abort(1)
         assert set(it.failed(1).values()) == {Cause.ABORTED}
-        it.begin(2, SLOTS)  # of all slots: none is left leased
-        it.send(2, SLOTS)
-        it.check_landed(2, SLOTS)
+        it.lands(2, SLOTS)  # of all slots: none is left leased
 
 
 def test_a_room_is_for_the_decode_ranks_that_it_names() -> None:
     with fleet(GQA, (2, 1), (2, 1)) as it:
-        it.begin(1, 40, peers=["d0", "d1"])
-        it.send(1, 40)
-        it.check_landed(1, 40)
+        it.lands(1, 40, peers=["d0", "d1"])
         it.begin(2, 40, peers=["d0", "somebody"])
         it.until(lambda: it.decode[1].event_of(2, RoomFailed))
         failed = it.decode[1].event_of(2, RoomFailed)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from pdtransfer.errors import LayoutMismatchError, LocalProtocolError, WorldErro
 from pdtransfer.kernels import UnusableError, compiled, driver, gpu, native, source_directory
 from pdtransfer.kernels.arguments import CopyArgument, SlotsArgument
 from pdtransfer.kernels.cancel import CancelWord
-from pdtransfer.kernels.kv_copy import kv_copy, lanes_of
+from pdtransfer.kernels.kv_copy import kv_copy, lanes_of, launch_of, pairing_of, side_of
 from pdtransfer.kernels.pools import PageSlots, PinnedCancel, Progress, State
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
 from pdtransfer.serve.commands import cli
@@ -181,21 +182,15 @@ def test_whole_pages_move_as_wide_rows(lib: ctypes.CDLL) -> None:
 
 def test_wide_rows_are_cut_into_pieces_that_tile_them() -> None:
     source, target = (filled("page_first", mha(head_bytes=4_000), 4, 8, content=content) for content in (True, False))
-    launch = _launch(source, target)
+    pairing = pairing_of(source.layout, target.layout)
+    sides = [side_of("slots", range(4), pool_of(each), pairing.source_slots) for each in (target, source)]
+    launch = launch_of(pool_of(target), pool_of(source), *sides, 4)
     pieces = launch.pairs[np.argsort(launch.pairs[:, 3])]
     assert (pieces[:, 6] <= 2_048).all()
     assert (pieces[:, 0] - pieces[0, 0] == pieces[:, 3] - pieces[0, 3]).all()
     ends = pieces[:-1, 3] + pieces[:-1, 6]
     assert (ends <= pieces[1:, 3]).all()
     assert pieces[:, 6].sum() == sum(plane.row_bytes for plane in source.layout.planes)
-
-
-def _launch(source: Tensors, target: Tensors) -> Any:
-    from pdtransfer.kernels.kv_copy import launch_of, pairing_of, side_of
-
-    pairing = pairing_of(source.layout, target.layout)
-    sides = [side_of("slots", range(4), pool_of(each), pairing.source_slots) for each in (target, source)]
-    return launch_of(pool_of(target), pool_of(source), *sides, 4)
 
 
 @pytest.mark.parametrize(
@@ -328,15 +323,11 @@ def test_without_a_compiler_what_was_kept_is_used_and_the_rest_names_what_to_ins
     monkeypatch.setattr(compiled, "compiler", lambda: compiled.Compiler("1", Counting().compile))
     compiled.machine_code("kv_copy", "sm_90", tmp_path)
     monkeypatch.undo()
-    monkeypatch.setattr(compiled, "_nvrtc", _none)
+    monkeypatch.setattr(compiled, "_nvrtc", Mock(side_effect=UnusableError("no NVRTC: pip install it")))
     monkeypatch.setenv("PATH", "/nonexistent")
     assert compiled.machine_code("kv_copy", "sm_90", tmp_path) == b"code of sm_90"
     with pytest.raises(UnusableError, match=r"pip install .*; and no nvcc"):
         compiled.machine_code("kv_copy", "sm_100", tmp_path)
-
-
-def _none() -> compiled.Compiler:
-    raise UnusableError("no NVRTC: pip install it")
 
 
 # Hosts without a GPU

@@ -16,18 +16,7 @@ from pdtransfer.layout.layout import Component, Layout, Plane, Span, check_slots
 from pdtransfer.layout.layout_builders import C4_PARTS, item_layout
 from pdtransfer.limits import PLANES_MAX
 from tests.support.effort import some
-from tests.support.layout_tensors import (
-    CANARY,
-    Pool,
-    c4,
-    content,
-    mha,
-    mla,
-    models,
-    plane,
-    planes_of,
-    pools,
-)
+from tests.support.layout_tensors import CANARY, Pool, c4, content, mha, mla, models, plane, planes_of, pools
 
 bounded = settings(max_examples=some(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

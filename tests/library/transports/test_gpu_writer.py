@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -534,11 +534,6 @@ def pages(arena: ArenaMemory, gpu: FakeGpu) -> set[int]:
     }
 
 
-def page_span(first: int) -> range:
-    """The pages of memory in which the rows of a page of slots lie, from byte `first` on."""
-    return range(first // PAGE_BYTES, (first + PAGE * ROW - 1) // PAGE_BYTES + 1)
-
-
 async def test_a_write_waits_for_the_pages_of_its_own_rows_alone(
     gpu: FakeGpu, unmapped: Pair, ahead: Ahead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -554,7 +549,8 @@ async def test_a_write_waits_for_the_pages_of_its_own_rows_alone(
     rows = [both.target.address(layer, slots) for layer in range(LAYERS)]
     needed = {int(byte) // PAGE_BYTES for row in rows for byte in (*row, *(row + ROW - 1))}
     bases = [both.target.address(layer, PAGE * page) for layer in range(LAYERS) for page in (4, 78)]
-    allowed = {page for base in bases for page in page_span(base)} | {0}
+    page_spans = [range(base // PAGE_BYTES, (base + PAGE * ROW - 1) // PAGE_BYTES + 1) for base in bases]
+    allowed = {0, *chain(*page_spans)}
     assert needed <= pages(both.arena, gpu) <= allowed
     ahead.finish(monkeypatch)
     await until(lambda: pages(both.arena, gpu) == set(range(both.arena.byte_count // PAGE_BYTES)))

@@ -320,10 +320,7 @@ def test_a_request_that_no_worker_takes_is_refused_before_anything_starts(
 
 
 def test_a_failed_demo_shows_the_daemons_warnings(
-    answers: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    fleet: FakeFleet,
-    capsys: pytest.CaptureFixture[str],
+    answers: Callable[..., None], monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def started(_: object, __: object, ___: object, logs: Path) -> FakeFleet:
         (logs / "decode-0.log").write_text("12:00 INFO d ready\n12:01 WARNING d no connection\n")

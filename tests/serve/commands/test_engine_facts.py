@@ -132,8 +132,7 @@ OF_KIND = {"vllm": "longest", "sglang": "context_tokens", "daemon": "context_tok
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "longest"),
-    [(512, 900, 512), (900, 512, 512), (0, 512, 512), (700, 0, 700), (0, 0, None)],
+    ("prefill", "decode", "longest"), [(512, 900, 512), (900, 512, 512), (0, 512, 512), (700, 0, 700), (0, 0, None)]
 )
 @pytest.mark.parametrize("decode_kind", KINDS)
 @pytest.mark.parametrize("prefill_kind", KINDS)

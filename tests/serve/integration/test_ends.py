@@ -181,7 +181,8 @@ async def test_a_second_signal_a_while_later_means_now(slow: Site, gates: Gates)
         daemon.process.terminate()
         while daemon.process.returncode is None:
             await asyncio.sleep(0.2)
-            with_pid(daemon, signal.SIGTERM)
+            if daemon.process.returncode is None:
+                daemon.process.terminate()
         events = await stream
     assert events[-1]["error"]["code"] == "shutdown"
     assert await ended(slow, daemon) == 0
@@ -190,11 +191,6 @@ async def test_a_second_signal_a_while_later_means_now(slow: Site, gates: Gates)
     await slow.usable()
     await served(slow)
     await slow.settled()
-
-
-def with_pid(daemon: Daemon, number: signal.Signals) -> None:
-    if daemon.process.returncode is None:
-        daemon.process.send_signal(number)
 
 
 async def test_a_router_drains_as_its_workers_do(slow: Site, gates: Gates) -> None:

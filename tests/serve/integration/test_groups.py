@@ -16,17 +16,7 @@ from typing import Any
 import pytest
 
 from pdtransfer.serve.process.fleet import Daemon
-from tests.support.fleets import (
-    ENGINE,
-    Gates,
-    Site,
-    equal,
-    followers,
-    free_address,
-    generated,
-    prompts,
-    running,
-)
+from tests.support.fleets import ENGINE, Gates, Site, equal, followers, free_address, generated, prompts, running
 from tests.support.paths import REPO
 from tests.support.waiting import PATIENCE_S, Running, standing, until
 

@@ -17,8 +17,7 @@ NODES = ("router", "prefill-0", "decode-0", "r1", "r2")
 
 
 @pytest.mark.parametrize(
-    "keyed",
-    [pytest.param(False, id="without keys", marks=pytest.mark.full), pytest.param(True, id="with keys")],
+    "keyed", [pytest.param(False, id="without keys", marks=pytest.mark.full), pytest.param(True, id="with keys")]
 )
 async def test_routers_that_spell_a_worker_differently_lose_no_request(tmp_path: Path, keyed: bool) -> None:
     """One calls both workers localhost, one lists them under both names."""

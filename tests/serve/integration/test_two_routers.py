@@ -18,10 +18,7 @@ async def test_a_router_that_ends_takes_no_room_of_the_other_with_it(tmp_path: P
     gates = Gates(tmp_path / "gates")
     gates.directory.mkdir()
     daemon = {"engine": ENGINE, "engine_option": ("layers=2", f"gates={gates.directory}")}
-    async with (
-        fleet(tmp_path, prefills=[daemon], decodes=[daemon]) as first,
-        first.beside("r1") as second,
-    ):
+    async with fleet(tmp_path, prefills=[daemon], decodes=[daemon]) as first, first.beside("r1") as second:
         await _one_ends(first, second, gates, signal)
 
 

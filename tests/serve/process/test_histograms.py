@@ -12,14 +12,11 @@ from pdtransfer.serve.process.histograms import IDLE_S, OTHER, BoundedHistogram
 BOUNDS = (0.1, 1.0)
 
 
-def _samples(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:
-    families = text_string_to_metric_families(generate_latest(registry).decode())
-    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
-
-
 def _peers(registry: CollectorRegistry) -> dict[str, float]:
     """How many values each peer has."""
-    return {key[1]: value for key, value in _samples(registry).items() if key[0] == "h_count"}
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    samples = [sample for family in families for sample in family.samples if sample.name == "h_count"]
+    return {sample.labels["peer"]: sample.value for sample in samples}
 
 
 def test_as_many_peers_as_there_may_be_have_series_and_all_others_share_one() -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_levels_separate_failures_of_the_fleet_from_what_clients_do(record: Ende
 def test_requests_have_a_limit_of_their_own_for_each_cause(
     started: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs.threading, "Timer", NoTimer)
+    monkeypatch.setattr(logs.threading, "Timer", Mock())
     monkeypatch.setattr(logs.time, "monotonic", lambda: 5.0)
     file = started()
     most = round(LINES_A_SECOND * logs.PERIOD_S)
@@ -93,10 +94,3 @@ def test_requests_have_a_limit_of_their_own_for_each_cause(
     lines = file.read_text().splitlines()
     assert len(lines) == most + 1
     assert "request failed: full" in lines[-1]
-
-
-class NoTimer:
-    def __init__(self, *_: object) -> None:
-        self.daemon = False
-
-    def start(self) -> None: ...

@@ -63,12 +63,7 @@ async def test_a_page_of_another_site_makes_nothing_generate(either: Site | Serv
 
 
 async def test_other_clients_send_what_they_like_and_pages_of_this_router_json(either: Site | ServerSite) -> None:
-    kinds = [
-        "application/x-www-form-urlencoded",
-        "",
-        "application/json; charset=utf-8",
-        "application/octet-stream",
-    ]
+    kinds = ["application/x-www-form-urlencoded", "", "application/json; charset=utf-8", "application/octet-stream"]
     for kind in kinds:  # the first is curl's
         assert (await fetch(either.url, "POST", PATH, BODY, Content_Type=kind))[0] == 200
     own = either.url.removeprefix("http://")
@@ -89,14 +84,7 @@ PATHS = ["/", "/status", "/health", "/live", "/metrics", "/v1/models", "/none"]
 
 @pytest.mark.given(allowed_hosts=("api.example", "*.inner.example"))
 async def test_by_a_name_that_is_not_its_own_nothing_is_read(either: Site | ServerSite) -> None:
-    for host in (
-        "evil.example",
-        "evil.example:80",
-        "localhost.evil.example",
-        "inner.example",
-        "[",
-        "a@127.0.0.1",
-    ):
+    for host in ("evil.example", "evil.example:80", "localhost.evil.example", "inner.example", "[", "a@127.0.0.1"):
         for path in PATHS:
             status, answer = await fetch(either.url, "GET", path, Host=host, Sec_Fetch_Site="same-origin")
             assert status == 403, (host, path)

@@ -67,11 +67,7 @@ def test_addresses_and_targets_become_endpoints() -> None:
 
 def test_with_keys_a_target_is_joined_with_the_key_of_its_first_label_and_its_role() -> None:
     allowed = AllowList({key: name for name, key in KEYS.items()}, {KEYS["decode-0"]: frozenset({"decode"})})
-    targets = [
-        ("prefill-0.prefill.ns", 7101),
-        ("decode-0.prefill.ns", 7101),
-        ("intruder.ns", 7101),
-    ]
+    targets = [("prefill-0.prefill.ns", 7101), ("decode-0.prefill.ns", 7101), ("intruder.ns", 7101)]
     found = workers_of(DnsName("prefill", "x"), targets, allowed=allowed)
     assert found.workers == {f"{KEYS['prefill-0']}@tcp://prefill-0.prefill.ns:7101": "prefill"}
     assert found.refused == [

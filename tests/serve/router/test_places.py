@@ -29,14 +29,6 @@ def key_of(site: Site | ServerSite) -> ApiKey:
     return key
 
 
-def key_with(limits: str) -> ApiKey:
-    keys = ApiKeys()
-    keys.replace(f"{A} a {limits}", source="keys")
-    key = keys.find(f"Bearer {A}")
-    assert key is not None
-    return key
-
-
 async def ask(site: Site | ServerSite, body: dict | bytes, path: str = PATH) -> tuple[int, dict]:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with site.http.post(site.url + path, data=raw, headers=bearer(A)) as response:
@@ -61,7 +53,10 @@ async def test_a_keys_open_answers_are_its_choices_and_the_prompts_of_its_lists(
 
 
 def test_a_request_of_many_answers_takes_them_from_a_full_second_and_the_next_waits_for_them() -> None:
-    key = key_with("rate=2")
+    keys = ApiKeys()
+    keys.replace(f"{A} a rate=2", source="keys")
+    key = keys.find(f"Bearer {A}")
+    assert key is not None
     with key.use(0.0) as use:
         use.widen(10, 0.0)
     assert key.tokens == -8.0

@@ -29,10 +29,7 @@ sys.exit(status)
 
 @pytest.mark.parametrize(
     ("flags", "other"),
-    [
-        ([], BACKENDS + ".servers"),
-        (["--engine", "vllm"], BACKENDS + ".daemons"),
-    ],
+    [([], BACKENDS + ".servers"), (["--engine", "vllm"], BACKENDS + ".daemons")],
     ids=["daemons", "vllm"],
 )
 def test_a_router_loads_its_backend_alone_and_nothing_that_moves_kv(flags: list[str], other: str) -> None:

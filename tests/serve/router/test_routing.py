@@ -71,9 +71,6 @@ class Router(CoreAndClock):
         self.core = Routing(self.me, prefill=peers[0], decode=peers[1], limits=limits, mint=lambda: next(rooms))
         self.core.start(self.now)
 
-    def receive(self, *messages: Any, peer: str) -> list[Any]:
-        return [effect for message in messages for effect in self.core.receive(peer, message, self.now)]
-
     def meet(self) -> Router:
         """All workers are there, and ready."""
         for peer, worker in [*self.core.workers.by_peer.items()]:

@@ -25,11 +25,7 @@ from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.wire import Ranks
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
-TARGETS = {
-    "prefill": ("worker.daemon", "run"),
-    "decode": ("worker.daemon", "run"),
-    "router": ("router.process", "run"),
-}
+TARGETS = {"prefill": ("worker.daemon", "run"), "decode": ("worker.daemon", "run"), "router": ("router.process", "run")}
 
 
 @pytest.fixture(autouse=True)

@@ -62,11 +62,7 @@ class Decode(Worker):
         slots = [component["layout"]["slots"] for component in self.components]
         found = {"slots_free": len(self.free[len(slots) - 1]), "slots_total": slots[-1]}
         if self.sparse:
-            found |= {
-                "enable_hisparse": True,
-                "sparse_slots_free": len(self.free[0]),
-                "sparse_slots_total": slots[0],
-            }
+            found |= {"enable_hisparse": True, "sparse_slots_free": len(self.free[0]), "sparse_slots_total": slots[0]}
         return found
 
     def begun(self, room: Room) -> None:

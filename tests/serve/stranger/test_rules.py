@@ -193,10 +193,7 @@ def asks(session: int, address: str, token: bytes) -> bytes:
 
 
 @slow
-@pytest.mark.parametrize(
-    ("routing", "first", "reason"),
-    [(b"", "Ping", "hello_first"), (b"chosen", "Hello", "breach")],
-)
+@pytest.mark.parametrize(("routing", "first", "reason"), [(b"", "Ping", "hello_first"), (b"chosen", "Hello", "breach")])
 def test_a_connection_opens_with_hello_and_has_no_routing_id(
     prefill: str, routing: bytes, first: str, reason: str
 ) -> None:

@@ -48,14 +48,8 @@ def order(what: Any, local_id: int) -> StepOrders:
         (order("generate", 1), "StepOrders.orders: generate of room 1, not ready here"),
         (order("compute", 1), "StepOrders.orders: compute: a decode rank computes no prompt"),
         (order("free", 1), "StepOrders.orders: free: a decode rank computes no prompt"),
-        (
-            RankRoom(1, 1, begin(8)),
-            "RankRoom.local_id: 1 is here already",
-        ),
-        (
-            RankRoom(1, 2, begin(8, b"")),
-            "RankRoom.begin: prompt: no tokens",
-        ),
+        (RankRoom(1, 1, begin(8)), "RankRoom.local_id: 1 is here already"),
+        (RankRoom(1, 2, begin(8, b"")), "RankRoom.begin: prompt: no tokens"),
         (RankRoom(1, 2, begin(8, b"abc")), "prompt: 3 bytes"),
         (RankReady(1, 1, 0, 0), "kind: RankReady is not a message from a leader to a rank"),
         (RankBound("", ""), "kind: RankBound is not a message from a leader to a rank"),

@@ -12,17 +12,7 @@ from pdtransfer.serve.engine_api import Finished, Token
 from pdtransfer.serve.worker.engine_thread import GenerateFrom
 from pdtransfer.serve.worker.follower import Follower
 from pdtransfer.serve.worker.group.leader import JoinedRank
-from pdtransfer.wire import (
-    Begin,
-    RankFailed,
-    RankReady,
-    RankRoom,
-    Ranks,
-    Sampling,
-    StepOrder,
-    StepOrders,
-    pack_ids,
-)
+from pdtransfer.wire import Begin, RankFailed, RankReady, RankRoom, Ranks, Sampling, StepOrder, StepOrders, pack_ids
 from tests.serve.worker.daemon_pair import Leader, decode, follower
 
 NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers

@@ -36,17 +36,16 @@ ROUTERS = ("node:r0", "node:r1", "node:r2")
 class Daemon(CoreAndClock):
     """A Service and its clock."""
 
+    peer = ROUTERS[0]
+
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.me, self.now = identity("d", "decode"), 0.0
         self.core = Service(self.me, limits)
 
-    def receive(self, message: Any, peer: str = ROUTERS[0]) -> list[Any]:
-        return self.core.receive(peer, message, self.now)
-
 
 class ServicePlayer(SessionPlayer):
     end: Daemon
-    peer = ROUTERS[0]
+    peer = Daemon.peer
     them = identity("r0", "router")
     known = ()
     takes: ClassVar[dict[str, type]] = {"node": Limits, "end": End, "load": Load}
@@ -102,7 +101,7 @@ class ServicePlayer(SessionPlayer):
         effects, until = list[Any](), self.end.now + seconds
         while self.end.now < until:
             for peer in peers:
-                self.end.receive(Ping(1), peer)
+                self.end.receive(Ping(1), peer=peer)
             effects += self.end.passing(min(until - self.end.now, LIMITS.ping_ms / 1e3))
         return effects
 
@@ -126,20 +125,20 @@ def daemon() -> Daemon:
 
 def test_routers_are_bounded(daemon: Daemon) -> None:
     for place in range(1, ROUTERS_MAX):
-        daemon.receive(hello(f"r{place}"), f"node:r{place}")
-    (refused,) = daemon.receive(hello("more"), "node:more")
+        daemon.receive(hello(f"r{place}"), peer=f"node:r{place}")
+    (refused,) = daemon.receive(hello("more"), peer="node:more")
     assert refused.message.reason == "full"
     assert sent(daemon.receive(hello("r0")), wire.Welcome)
 
 
 def test_memory_of_ended_rooms_is_bounded_a_router(daemon: Daemon) -> None:
-    daemon.receive(hello("r1"), ROUTERS[1])
-    daemon.receive(wire.Cancel(1, "aborted"), ROUTERS[1])
+    daemon.receive(hello("r1"), peer=ROUTERS[1])
+    daemon.receive(wire.Cancel(1, "aborted"), peer=ROUTERS[1])
     for room in range(100, 100 + ENDED_ROOMS_MAX + 10):
         daemon.receive(wire.Cancel(room, "aborted"))
     assert len(daemon.core._routers[ROUTERS[0]].ended) == ENDED_ROOMS_MAX
     assert daemon.core.room_count == 1
-    (end,) = daemon.receive(wire.Cancel(1, "aborted"), ROUTERS[1])
+    (end,) = daemon.receive(wire.Cancel(1, "aborted"), peer=ROUTERS[1])
     assert end.message.room == 1, "one router cannot push out another's"
 
 

@@ -31,12 +31,6 @@ def latent(name: str, slots: int) -> Component:
     return component(Pool(name=name, model=mla(layers=range(14)), page_size=1, slots=slots))
 
 
-def shuffled(run: int) -> NDArray[np.int64]:
-    """LARGE slots in runs of `run`."""
-    starts = np.random.default_rng(7).permutation(LARGE // run) * run
-    return (starts[:, None] + np.arange(run)).reshape(-1)
-
-
 @dataclass
 class Both:
     """A writer and an arena full of canaries, in this process; their engines are in others."""

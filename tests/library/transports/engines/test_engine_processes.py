@@ -42,7 +42,7 @@ from pdtransfer.transports.engines.writer import targets_of
 from pdtransfer.transports.mooncake import MooncakeLibrary
 from pdtransfer.transports.mooncake.host import why_not
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
-from tests.library.transports.engines.engine_pair import LARGE, SESSION, SMALL, Both, both, latent, mapped_by, shuffled
+from tests.library.transports.engines.engine_pair import LARGE, SESSION, SMALL, Both, both, latent, mapped_by
 from tests.library.transports.fake_transport import ignore_end
 from tests.support.internals import sessions_of
 from tests.support.layout_tensors import CANARY
@@ -226,7 +226,8 @@ async def test_long_runs_leave_from_a_shared_pool_itself_and_short_ones_by_the_r
         end = it.target.layout.end
         rows = np.random.default_rng(1).integers(0, 256, (LARGE + SMALL, end // (LARGE + SMALL)), np.uint8)
         it.pool.mapping.array[:end] = rows.reshape(-1)
-        source_slots, target_slots = shuffled(run), np.arange(SMALL, LARGE + SMALL)
+        starts = np.random.default_rng(7).permutation(LARGE // run)[:, None] * run
+        source_slots, target_slots = (starts + np.arange(run)).reshape(-1), np.arange(SMALL, LARGE + SMALL)
         it.write_slots(1, source_slots, target_slots)
         await until(lambda: it.ended)
         assert it.ended[1] == (Outcome.LANDED, "")

@@ -21,19 +21,16 @@ def usage(cached: int | None, **more: Any) -> dict[str, Any]:
     return COUNTS | {"prompt_tokens_details": {"cached_tokens": cached} | more}
 
 
-def last_usage(stream: bytes) -> dict[str, Any]:
-    *_, event, done, rest = stream.split(b"\n\n")
-    assert (done, rest) == (b"data: [DONE]", b"")
-    return json.loads(event.removeprefix(b"data: "))["usage"]
-
-
 async def answered(site: ServerSite, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The usage of an answer."""
     body = {"model": "m", "prompt": "once", "max_tokens": 9} | body
     async with site.http.post(site.url + path, json=body) as response:
         raw = await response.read()
         assert response.status == 200
-    return last_usage(raw) if body.get("stream") else json.loads(raw)["usage"]
+    if body.get("stream"):
+        *_, raw, done, rest = raw.split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+    return json.loads(raw.removeprefix(b"data: "))["usage"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

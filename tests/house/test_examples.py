@@ -33,8 +33,8 @@ def test_the_program_of_readme_lands_a_room() -> None:
     given, _, _ = blocks.findall((REPO / "docs" / "clients.md").read_text())[0].partition("p0, d0 =")
     [program] = blocks.findall((REPO / "README.md").read_text())
     prefill, decode, expect, poll = re.split(r"^(?=decode = |decode.expect|decode.poll)", program, flags=re.MULTILINE)
-    given += "room, n, max_new_tokens, digest, first_token, components = ROOM, TOKENS, 8, b'd', b't', [component(16)]\n"
-    given += "writer = WriterOptions(pool_address=cache.address)\n"
+    given += "room, n, slots, digest, first_token = ROOM, TOKENS, np.arange(TOKENS), b'd', b't'\n"
+    given += "components, writer = [component(16)], WriterOptions(pool_address=cache.address)\n"
     decode = "prefill_endpoint, components = prefill.endpoint, [component(1)]\n" + decode
     ended = f"select.select([decode], [], [], 30)\nprint(type({poll.partition('  #')[0]}[0]).__name__)\n"
     script = given + prefill + decode + expect + ended + "decode.close(), prefill.close()\n"

@@ -122,9 +122,6 @@ def test_a_component_that_is_twice_in_one_memory_makes_no_node() -> None:
         DecodeSessions(identity("d0", "decode"), (*twins(), twins()[0]), LIMITS, lambda: 1)
 
 
-# Prefill
-
-
 def test_prefill_pairs_both_twins_with_its_one_component_and_writes_the_one_that_a_grant_names() -> None:
     end = PrefillEnd()
     end.receive(end.hello())

@@ -232,25 +232,17 @@ async def test_a_router_that_is_killed_has_its_rooms_stopped(slow: Site, gates: 
 # Engines that break
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
-    yield from standing(
-        running(
-            tmp_path_factory.mktemp("f"),
-            prefills=[prefill(model="plain", fault="break") | {"engine": ENGINE}],
-            decodes=[decode(model="plain", fault="babble") | {"engine": ENGINE}],
-        )
-    )
-
-
-async def test_an_engine_that_breaks_on_a_request_fails_it_alone(faulty: Site) -> None:
+async def test_an_engine_that_breaks_on_a_request_fails_it_alone(tmp_path: Path) -> None:
+    breaks = prefill(model="plain", fault="break") | {"engine": ENGINE}
+    babbles = decode(model="plain", fault="babble") | {"engine": ENGINE}
     texts = prompts(4, *[50] * 4)
-    answers = await asyncio.gather(*(faulty.complete(text) for text in [*texts, "?marked"]))
-    assert all(map(right, texts, answers)), answers
-    assert answers[-1].status == 500
-    assert answers[-1].error["code"] == "engine"
-    assert "as the test wants it" in answers[-1].error["message"]
-    await faulty.settled()
+    async with running(tmp_path, prefills=[breaks], decodes=[babbles]) as site:
+        answers = await asyncio.gather(*(site.complete(text) for text in [*texts, "?marked"]))
+        assert all(map(right, texts, answers)), answers
+        assert answers[-1].status == 500
+        assert answers[-1].error["code"] == "engine"
+        assert "as the test wants it" in answers[-1].error["message"]
+        await site.settled()
 
 
 async def test_an_engine_that_breaks_down_ends_its_daemon_with_a_traceback_and_status_1(tmp_path: Path) -> None:
@@ -266,11 +258,7 @@ async def test_an_engine_that_breaks_down_ends_its_daemon_with_a_traceback_and_s
         assert log.count("Traceback") == 1
         site.decode.log.write_text("")  # it was expected
         assert (await site.complete("nobody there")).status == 503
-        await until(lambda: nothing_held(site), "prefill holds nothing")
-
-
-async def nothing_held(site: Site) -> bool:
-    return not await site.holds(site.prefill)
+        await site.settled()
 
 
 async def test_the_fleets_processes_inherit_no_descriptors_of_ours(slow: Site) -> None:

@@ -80,20 +80,13 @@ def _nothing_is_lost(site: Running[Site], canaries: Canaries) -> Iterator[None]:
 
 
 async def honest_is_served(site: Site) -> None:
-    await until(lambda: is_usable(site), "the router has its workers")
+    await site.usable()
     await site.served()
     await site.settled()
 
 
-async def is_usable(site: Site) -> bool:
-    return all(each["usable"] for each in (await site.health(site.router))["workers"])
-
-
 def part(*pairs: tuple[int, int], component: int = 0, first_row: int = 0, rows: int | None = None) -> Part:
     return Part(component, first_row, sum(count for _, count in pairs) if rows is None else rows, extents(*pairs))
-
-
-# Junk
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

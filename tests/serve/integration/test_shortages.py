@@ -146,7 +146,8 @@ async def test_a_wall_clock_that_steps_changes_nothing(stepped_clock: Path, tmp_
             under_way = [asyncio.ensure_future(site.complete(text, max_tokens=60)) for text in asked]
             events = site.events("stream", max_tokens=60)
             first = await anext(events)
-            step(stepped_clock, days * DAY_S)
+            with stepped_clock.open("r+b") as at:
+                at.write(struct.pack("q", days * DAY_S))
             assert text_of([first, *[event async for event in events]]) == plain.text("stream", 60)
             answers = await asyncio.gather(*under_way)
             assert all(right(text, answer, 60) for text, answer in zip(asked, answers, strict=True)), answers
@@ -156,11 +157,6 @@ async def test_a_wall_clock_that_steps_changes_nothing(stepped_clock: Path, tmp_
         lost = [await site.metrics(daemon) for daemon in (site.prefill, site.decode)]
         ended = {name for each in lost for name in each if name.startswith("pdtransfer_rooms_ended_total{")}
         assert ended == {"pdtransfer_rooms_ended_total{done}", "pdtransfer_rooms_ended_total{length}"}
-
-
-def step(file: Path, seconds: int) -> None:
-    with file.open("r+b") as at:
-        at.write(struct.pack("q", seconds))
 
 
 # Readers

@@ -28,7 +28,7 @@ from pdtransfer.kernels.push import PushLoad, choose, push
 from pdtransfer.kernels.ring import blocks, lanes
 from tests.support.effort import some
 from tests.support.gpu_on_host import GpuOnHost
-from tests.support.layout_tensors import CANARY, c4, dsa_index, mha, mla
+from tests.support.layout_tensors import CANARY, Bytes, c4, dsa_index, mha, mla
 from tests.support.layout_tensors import Pool as Tensors
 from tests.support.slot_copies import copies, filled, pool_of, slots_of, wanted
 
@@ -70,6 +70,12 @@ def carded(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, seed: int) -> GpuO
 
 def sides() -> tuple[Tensors, Tensors]:
     return filled("layer_first", mla(), 4, 64, content=True), filled("page_first", mla(), 4, 64, content=False)
+
+
+def landed(here: GpuOnHost, target: Tensors) -> Bytes:
+    """The target's bytes, once all that was asked for has ended."""
+    here.finish()
+    return target.memory
 
 
 def pushed(
@@ -145,8 +151,7 @@ def test_long_runs_of_every_layout_go_through_the_ring(
     right = wanted(source, target, *slots)
     progress = Progress(0)
     pushed(source, target, slots[1], slots[0], len(runs), fetch=fetch, device=0, backend="ring", progress=progress)
-    here.finish()
-    assert np.array_equal(target.memory, right)
+    assert np.array_equal(landed(here, target), right)
     assert progress.state is State.COMPLETE
     carried = sum(count for _, _, count in here.copies)
     pairing = kv_copy.pairing_of(source.layout, target.layout)
@@ -170,8 +175,7 @@ def test_no_transfer_crosses_two_registrations(here: GpuOnHost, backend: str) ->
     here.borders = np.sort([start + at for start in starts for at in (0, 5_000, 5_001, 123_456, 10_000_000)])
     right = wanted(source, target, np.arange(256), np.arange(256))
     pushed(source, target, range(256), range(256), 256, fetch=False, device=0, backend=backend)
-    here.finish()
-    assert np.array_equal(target.memory, right)
+    assert np.array_equal(landed(here, target), right)
     for copied in here.copies:
         for start in copied[:2]:
             inside = (here.borders > start) & (here.borders < start + copied[2])
@@ -260,8 +264,7 @@ def test_cancel_stops_what_the_lanes_have_not_begun_and_the_end_comes_after_what
     assert progress.state is State.CANCELLED
     assert len(here.copies) == queued < 256
     after = target.memory.copy()
-    here.finish()
-    assert np.array_equal(target.memory, after)
+    assert np.array_equal(landed(here, target), after)
 
 
 def test_no_more_works_are_pending_than_may_be(here: GpuOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,9 +288,9 @@ def test_pushes_of_several_streams_share_a_ring_and_none_reads_what_another_put_
     source, target = sides()
     back = filled("layer_first", mla(), 4, 64, content=False)
     right = wanted(source, target, np.arange(200), np.arange(200))
-    _, landed = sides()
-    landed.memory[:] = right
-    right_back = wanted(landed, back, np.arange(3), np.arange(3))
+    _, written = sides()
+    written.memory[:] = right
+    right_back = wanted(written, back, np.arange(3), np.arange(3))
     streams = [here.stream() for _ in range(3)]
     for turn, first in enumerate(range(0, 200, 20)):
         rows, backend = range(first, first + 20), ("ring", "ring", "direct")[turn % 3]
@@ -295,8 +298,7 @@ def test_pushes_of_several_streams_share_a_ring_and_none_reads_what_another_put_
         if turn == 0:
             here.synchronise(streams[0])
             pushed(target, back, range(3), range(3), 3, fetch=True, device=0, backend="ring", stream=streams[1])
-    here.finish()
-    assert np.array_equal(target.memory, right)
+    assert np.array_equal(landed(here, target), right)
     assert np.array_equal(back.memory, right_back)
 
 
@@ -308,8 +310,7 @@ def test_uploads_are_not_overwritten_before_the_card_has_them(here: GpuOnHost) -
     for first in range(0, 256, 8):
         rows = range(first, first + 8)
         pushed(source, target, rows, order[first : first + 8], 8, fetch=False, device=0, backend="ring", stream=stream)
-    here.finish()
-    assert np.array_equal(target.memory, right)
+    assert np.array_equal(landed(here, target), right)
 
 
 @pytest.mark.parametrize("backend", ["kernel", "ring"])
@@ -332,8 +333,7 @@ def test_tables_of_copies_that_are_under_way_make_no_place_for_others(here: GpuO
     pushed(source, target, *rows, 32, fetch=False, device=0, backend=backend)
     here.tables.acquire("new", np.zeros(1, np.int64))
     assert len(held) == 2
-    here.finish()
-    assert np.array_equal(target.memory, wanted(source, target, rows[1], rows[0]))
+    assert np.array_equal(landed(here, target), wanted(source, target, rows[1], rows[0]))
 
 
 @pytest.mark.parametrize("what", ["launch", "copy"])
@@ -354,8 +354,7 @@ def test_where_the_card_refuses_nothing_is_pending_once_the_caller_gets_the_erro
         pushed(source, target, range(256), range(256), 256, fetch=False, device=0, backend="ring", progress=progress)
     assert progress.state is State.CANCELLED
     after = target.memory.copy()
-    here.finish()
-    assert np.array_equal(target.memory, after)
+    assert np.array_equal(landed(here, target), after)
     here.refuses, calls = None, -1_000
     pushed(source, target, range(256), range(256), 256, fetch=False, device=0, backend="ring", progress=progress)
     here.finish()
@@ -377,8 +376,7 @@ def test_rows_that_only_the_card_knows_are_the_kernels_alone(here: GpuOnHost, ba
         pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, device=0, backend=backend)
     right = wanted(source, target, [0, 1], [3, 4])
     pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, device=0)
-    here.finish()
-    assert np.array_equal(target.memory, right)
+    assert np.array_equal(landed(here, target), right)
     assert here.launches == 1
 
 
@@ -405,8 +403,7 @@ def test_rows_of_the_host_may_be_fetched_more_than_once(here: GpuOnHost) -> None
     slots = np.array([5, 5, 7, 8, 0, 0, 1, 1, 8])
     right = wanted(source, target, slots, np.arange(9) + 3)
     pushed(source, target, range(3, 12), slots, 9, fetch=True, device=0, backend="ring")
-    here.finish()
-    assert np.array_equal(target.memory, right)
+    assert np.array_equal(landed(here, target), right)
 
 
 @pytest.mark.parametrize("slots", [[0, 0, 2, 3], [4, 5, 6, 6]])
@@ -414,8 +411,7 @@ def test_a_row_that_is_fetched_twice_is_not_taken_for_the_next(here: GpuOnHost, 
     source, target = filled("page_first", mla(), 4, 8, content=True), filled("layer_first", mla(), 4, 8, content=False)
     right = wanted(source, target, slots, np.arange(4))
     pushed(source, target, range(4), np.array(slots), 4, fetch=True, device=0, backend="ring")
-    here.finish()
-    assert np.array_equal(target.memory, right)
+    assert np.array_equal(landed(here, target), right)
 
 
 # Narrow rows
@@ -439,8 +435,7 @@ def test_whole_pages_with_narrow_rows_go_by_pages_and_the_rows_beside_them_one_b
         None if launches == 1 else rows - counted[0][0].rows,
     ]
     pushed(source, target, *slots, rows, fetch=fetch, device=0, backend="kernel")
-    here.finish()
-    assert np.array_equal(target.memory, right)
+    assert np.array_equal(landed(here, target), right)
     assert here.launches == launches
 
 
@@ -463,8 +458,7 @@ def test_other_rows_go_one_by_one(here: GpuOnHost, model: Any, target_page: int,
     assert kv_copy.by_pages(kv_copy.check_copy(*_sides(source, target, False), slots, np.arange(64), 64)) is None
     right = wanted(source, target, np.arange(64), slots)
     pushed(source, target, slots, np.arange(64), 64, fetch=False, device=0, backend="kernel")
-    here.finish()
-    assert np.array_equal(target.memory, right)
+    assert np.array_equal(landed(here, target), right)
     assert here.launches == 1
 
 
@@ -506,8 +500,7 @@ def test_auto_carries_by_what_was_chosen(
     target = filled("page_first", mla(), 4, 128, content=False)
     right = wanted(source, target, np.arange(256), np.asarray(slots))
     pushed(source, target, slots, range(256), 256, fetch=False, device=0)
-    here.finish()
-    assert np.array_equal(target.memory, right)
+    assert np.array_equal(landed(here, target), right)
     assert {(False, True): "direct", (True, True): "ring", (True, False): "kernel"}[
         here.launches > 0, bool(here.copies)
     ] == chosen

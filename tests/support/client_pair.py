@@ -61,11 +61,18 @@ class Pair:
     target: Pool
     prefill_events: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = field(default_factory=list)
     decode_events: list[RoomReady | RoomFailed] = field(default_factory=list)
+    _ended: set[tuple[int, int, bool]] = field(default_factory=set)
 
     def poll(self) -> None:
-        """What a scheduler does between two batches: asks both, waits for neither."""
-        self.prefill_events += self.prefill.poll()
-        self.decode_events += self.decode.poll()
+        """What a scheduler does between two batches: asks both, waits for neither. On either side a room ends once, and
+        drains once."""
+        for client, events in ((self.prefill, self.prefill_events), (self.decode, self.decode_events)):
+            for event in client.poll():
+                events.append(event)
+                if isinstance(event, RoomReady | RoomLanded | RoomFailed | RoomDrained):
+                    end = id(client), event.room, isinstance(event, RoomDrained)
+                    assert end not in self._ended, f"once more: {event}"
+                    self._ended.add(end)
 
     def until(self, condition: Callable[[], object]) -> None:
         """Polls until the condition holds, asleep while nobody has anything to say."""

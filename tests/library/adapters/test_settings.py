@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdtransfer.adapters.kit.settings import Settings
+from pdtransfer.adapters.vllm.settings import ConnectorSettings
 from pdtransfer.bus.keys import generate
 from pdtransfer.errors import ConfigError
 from pdtransfer.wire import Ranks
+from tests.support.paths import REPO
 
 WHERE = "kv_connector_extra_config"
 
@@ -77,3 +81,9 @@ def test_each_rank_has_a_key_of_its_own(tmp_path: Path) -> None:
     keys = [settings.keys_of(Ranks(rank, 2))[0] for rank in range(2)]
     assert [key.public for key in keys if key] == [line.split()[1] for line in lines]
     assert Settings().keys_of(Ranks()) == (None, None)
+
+
+def test_each_setting_is_in_the_documents_table() -> None:
+    text = (REPO / "docs" / "vllm.md").read_text(encoding="utf-8").partition("| setting | default | meaning |")[2]
+    first = [row.split("|")[1] for row in text.partition("\n\n")[0].splitlines()[2:]]
+    assert sorted(re.findall(r"`(\w+)`", "".join(first))) == sorted(field.name for field in fields(ConnectorSettings))

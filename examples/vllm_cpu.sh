@@ -38,9 +38,10 @@ until curl -sf http://127.0.0.1:8000/health >/dev/null; do
     sleep 1
 done
 
+# On processors with AMX, vLLM may end by SIGILL if the first step of an engine has less than five tokens.
+for port in 8100 8200; do ask $port >/dev/null; done
 pdtransfer doctor http://127.0.0.1:8100 http://127.0.0.1:8200
 grep -ho 'pdtransfer [a-z]*: .*' "$LOGS/prefill.log" "$LOGS/decode.log"
-ask 8200 >/dev/null # on a processor with AMX, vLLM may end if the first step of an engine has a token or two
 echo "Both servers, with the bytes handed over in kv_bytes:"
 ask 8000
 echo "The decode server alone:"

@@ -7,7 +7,6 @@ all that stands before it: where it has another token than that engine's, both m
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import re
@@ -26,12 +25,14 @@ from tests.support.vllm_engine import ENVIRONMENT, PYTHON, Checkpoints, Generate
 from tests.support.vllm_pair import (
     TOKENS,
     VllmPair,
+    continue_as_one,
     handed_over,
     multi_connector,
     received_bytes,
     received_tokens,
     rooms,
     settles,
+    ties,
     transfer,
 )
 
@@ -49,40 +50,6 @@ COMMON: dict[str, Any] = {
     "enable_prefix_caching": True,
 }  # fmt: skip
 NEWER = "vllm.v1.kv_cache_layout"  # a module that 0.32 has, and 0.26 has not
-NEAR = 0.3  # of log-probabilities; hardly any of 512 random tokens is as near to the likeliest
-LIKELIEST = 10  # tokens that an engine is asked for
-TIES_MAX = TOKENS // 3
-
-
-def ties(single: VllmEngine, prompt: Sequence[int], tokens: Sequence[int]) -> int | None:
-    """How many of an answer's tokens are not those of one engine, but nearly as likely, each behind all that stands
-    before it; None where one of them is not."""
-    count = done = 0
-    while done < len(tokens):
-        added = single.add([*prompt, *tokens[:done]], tokens=len(tokens) - done, logprobs=LIKELIEST)
-        alone = single.generated(added)
-        differs = [index for index, token in enumerate(alone.tokens) if token != tokens[done + index]]
-        if not differs:
-            break
-        assert alone.logprobs is not None
-        likely = alone.logprobs[differs[0]]
-        done += differs[0]
-        if max(likely.values()) - likely.get(str(tokens[done]), -math.inf) > NEAR:
-            return None
-        count, done = count + 1, done + 1
-    return count
-
-
-def continue_as_one(single: VllmEngine, asked: Sequence[Sequence[int]], answers: Sequence[Generated]) -> None:
-    """One engine would give these answers; no hand-off was lost."""
-    for prompt, answer in zip(asked, answers, strict=True):
-        assert answer.finish_reason == "length"
-        assert answer.kv_transfer_params is not None
-        assert answer.kv_transfer_params["kv_lost"] is False
-        others = ties(single, prompt, answer.tokens)
-        assert others is not None, f"prompt of {len(prompt)}: a token that one engine does not find likely"
-        assert others <= TIES_MAX, f"prompt of {len(prompt)}: {others} other tokens"
-        print(f"prompt of {len(prompt)}: {len(answer.tokens)} tokens, {others} of them others that are as likely")
 
 
 def interpreted(code: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 from tests.support.vllm_engine import Checkpoints, VllmEngine, prompts
-from tests.support.vllm_pair import LENGTHS, TOKENS, VllmPair, handed_over, received_tokens, rooms, settles, transfer
+from tests.support.vllm_pair import (
+    LENGTHS,
+    TOKENS,
+    VllmPair,
+    continue_as_one,
+    handed_over,
+    received_tokens,
+    rooms,
+    settles,
+    transfer,
+)
 
 CHUNKS = {"max_num_batched_tokens": 256, "enable_prefix_caching": False, "disable_log_stats": False}
 TIME_LEFT_S = 20.0
@@ -229,14 +239,18 @@ def test_the_kv_of_eagle_and_mtp_is_sent_as_well(
         expected = [single.generate(prompt, tokens=TOKENS) for prompt in asked]
         drafted, taken = accepted(single)[0] - drafted, accepted(single)[1] - taken
         assert taken > 0.5 * drafted
-        before = accepted(pair.decode)[1]
-        for times, order in enumerate(("serial", "decode first"), start=1):
+        for order in ("serial", "decode first"):
+            before = accepted(pair.decode)[1]
             answers = [handed_over(pair, prompt, order=order) for prompt in asked]
-            assert [[answer.tokens for answer in batch] for batch in answers] == expected
             taken_since = accepted(pair.decode)[1] - before
-            # vLLM pads decode's first step with drafts of nothing. In bfloat16 a few drafts are others behind it.
+            # vLLM pads decode's first step with drafts of nothing. In bfloat16 a few drafts are others behind it, and
+            # with AMX a few tokens are: bits depend on how a step is shared.
             exactly = dtype == "float32"
-            assert taken_since == times * taken if exactly else taken_since > 0.9 * times * taken
+            assert taken_since == taken if exactly else taken_since > 0.9 * taken
+            if exactly or "amx" not in Path("/proc/cpuinfo").read_text():
+                assert [[answer.tokens for answer in batch] for batch in answers] == expected
+            else:
+                continue_as_one(single, [prompt for [prompt] in asked], [answer for [answer] in answers])
         pair.settles()
         assert rooms(pair.decode) == {"received": 2 * len(asked) + 1}
         lengths = sum(len(prompt) - 1 for [prompt] in asked)

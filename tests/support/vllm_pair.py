@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,9 @@ SENDS: dict[str, Any] = {
 SETTLES_S = 30.0
 TOKENS = 24  # that tests generate
 LENGTHS = 5, 100, 127, 128, 129, 300, 700  # of their prompts, around blocks of 128
+NEAR = 0.3  # of log-probabilities; hardly any of 512 random tokens is as near to the likeliest
+LIKELIEST = 10  # tokens that an engine is asked for
+TIES_MAX = TOKENS // 3
 _IDENTITY = "remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size", "transfer_mode"
 
 
@@ -156,3 +160,34 @@ def handed_over(pair: VllmPair, prompts: list[list[int]], *, order: str, tokens:
     answers = [pair.decode.generated(each) for each in added]
     assert all(answer.finish_reason != "error" for answer in answers), pair.decode.log_end()
     return answers
+
+
+def ties(single: VllmEngine, prompt: Sequence[int], tokens: Sequence[int]) -> int | None:
+    """How many of an answer's tokens are not those of one engine, but nearly as likely, each behind all that stands
+    before it; None where one of them is not."""
+    count = done = 0
+    while done < len(tokens):
+        added = single.add([*prompt, *tokens[:done]], tokens=len(tokens) - done, logprobs=LIKELIEST)
+        alone = single.generated(added)
+        differs = [index for index, token in enumerate(alone.tokens) if token != tokens[done + index]]
+        if not differs:
+            break
+        assert alone.logprobs is not None
+        likely = alone.logprobs[differs[0]]
+        done += differs[0]
+        if max(likely.values()) - likely.get(str(tokens[done]), -math.inf) > NEAR:
+            return None
+        count, done = count + 1, done + 1
+    return count
+
+
+def continue_as_one(single: VllmEngine, asked: Sequence[Sequence[int]], answers: Sequence[Generated]) -> None:
+    """One engine would give these answers; no hand-off was lost."""
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert answer.finish_reason == "length"
+        assert answer.kv_transfer_params is not None
+        assert answer.kv_transfer_params["kv_lost"] is False
+        others = ties(single, prompt, answer.tokens)
+        assert others is not None, f"prompt of {len(prompt)}: a token that one engine does not find likely"
+        assert others <= TIES_MAX, f"prompt of {len(prompt)}: {others} other tokens"
+        print(f"prompt of {len(prompt)}: {len(answer.tokens)} tokens, {others} of them others that are as likely")

@@ -368,7 +368,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         return events
 
     def _begun(self, room: int) -> int:
-        if (number := label(room)) not in self._states and self._node:
+        _ = self._node
+        if (number := label(room)) not in self._states:
             raise LocalProtocolError(f"room: {number:016x} is not open")
         return number
 
@@ -497,8 +498,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         self._port.to_loop(self._node.withdraw, room, sources, detail)
 
     def release(self, room: int, *, after: Event | None = None) -> None:
-        """Returns the slots of a room that is ready, once `after` has fired: the engine must not touch them afterwards.
-        Idempotent."""
+        """Returns a ready room's slots once `after` has fired: the engine must not touch them any more. Idempotent."""
         room, after = label(room), _event(after)
         if self._states.get(room) is KVPoll.SUCCESS:
             self._end(room)

@@ -325,8 +325,7 @@ class DecodeNode:
         return record is not None and record.stages
 
     async def _back(self) -> None:
-        """A writer that waits for memory which this host does not have gets the reason; the next one has it tried
-        again."""
+        """A writer that waits for memory that this host lacks gets the reason; the next one has it tried again."""
         log.info("a writer does not reach the GPU: its staging buffer of %d bytes is backed", self._arena.staging_bytes)
         loop = asyncio.get_running_loop()
 

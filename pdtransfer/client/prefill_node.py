@@ -83,7 +83,8 @@ class PrefillNode:
         core = self.core = PrefillSessions(
             identity, components, settings.limits, group_is_known=settings.group is not None
         )
-        self._silence_s, self._condemned = settings.limits.silence_ms / 1e3, condemned
+        self._silence_s = settings.limits.silence_ms / 1e3
+        self._condemned = condemned
         self.bus = settings.bus(self.receive, self._report_gone)
         ticker = Ticker(
             core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock, self.bus.read_lines

@@ -102,8 +102,7 @@ class CacheMemory:
         return Extent(first, first + len(backing), backing.device.index)
 
     def pooled_later(self) -> AbstractContextManager[object]:
-        """A context in which the engine allocates what is left of the `sizes`: in the same allocation, if there is
-        one."""
+        """A context in which the engine allocates the rest of the `sizes`: in the same allocation, if there is one."""
         return self._pooled or nullcontext()
 
     @contextmanager

@@ -94,8 +94,7 @@ def check_version(
 
 
 def capabilities(engine: str, table: Mapping[str, Since], version: str) -> frozenset[str]:
-    """What of this table an engine of this version has: its number decides. Raises ImportError for a proof that
-    is not there."""
+    """What of this table an engine of this version has: its number decides. Raises ImportError for a missing proof."""
     has = {name: since for name, since in table.items() if _numbers(since.text) <= _numbers(version)}
     for text, proof, _ in has.values():
         module, _, attributes = proof.partition(":")

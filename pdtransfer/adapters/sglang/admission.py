@@ -118,9 +118,9 @@ def _pop_with_hisparse(original: Any, queue: Any, *given: Any, **named: Any) -> 
 
 
 def admit_direct(original: Any, coordinator: Any, req: Any) -> None:
-    """A request whose KV has arrived in HiSparse's host pool. Where its rows exceed the buffer on the GPU, attention
-    reads the newest one behind the buffer, where the step that computes it leaves it. DeepSeek V4 computes a row with
-    each fourth token; until then the newest one is the prompt's last, and SGLang does not load it."""
+    """A request's KV has arrived in HiSparse's host pool. If it has more rows than the buffer on the GPU, attention
+    reads the newest one from a place behind the buffer. A step that computes a row leaves it there: in DeepSeek V4
+    every fourth one. Before the first of these the newest row is the prompt's last, which SGLang does not load."""
     original(coordinator, req)
     newest, rows = coordinator.device_buffer_size, coordinator.host_token_len(req.kv.kv_allocated_len)
     if coordinator.is_dsv4_hisparse and rows > newest:

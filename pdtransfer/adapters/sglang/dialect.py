@@ -30,8 +30,8 @@ _VERSION: str = sglang.__version__  # pyright: ignore[reportAttributeAccessIssue
 HAS = capabilities("SGLang", SGLANG_SINCE, _VERSION)
 DEFERS_RELEASES = "defers_releases" in HAS
 _HOST_RECEIVE = "disaggregation_decode_host_receive_threshold"
-# The attribute of a host buffer with its ranges that are registered with the GPU; older versions ask for none.
-REGISTERED_RANGES: str = vars(pool_host)["_CUDA_HOST_REGISTERED_RANGES_ATTR"] if "registered_ranges" in HAS else "_"
+# The attribute of a host buffer with its ranges that are registered with the GPU.
+REGISTERED_RANGES: str = getattr(pool_host, "_CUDA_HOST_REGISTERED_RANGES_ATTR", "")
 
 
 class _Destination(Enum):
@@ -60,8 +60,7 @@ def require(name: str, option: str, missing: str) -> None:
 
 
 def receives_on_host(disagg: Any) -> bool:
-    """True if requests may land in the host pool. The threshold of 0.5.21 means never at 0, that of later ones at 1: it
-    is the default of each."""
+    """True if requests may land in the host pool. The default threshold means never: 0 in 0.5.21, 1 in later ones."""
     options = signature(ServerArgs).parameters
     return "destinations" in HAS and getattr(disagg, _HOST_RECEIVE) != options[_HOST_RECEIVE].default
 
@@ -98,7 +97,9 @@ def _required(owner: Any, name: str, option: str) -> Any:
 
 def buffer_infos(pool: Any) -> Any:
     """Addresses, lengths and item lengths of a pool's buffers that are transferred."""
-    return (utils.get_kv_transfer_buf_infos if "transfer_buffers" in HAS else type(pool).get_contiguous_buf_infos)(pool)
+    if "transfer_buffers" in HAS:
+        return utils.get_kv_transfer_buf_infos(pool)
+    return pool.get_contiguous_buf_infos()
 
 
 def complete(args: Any) -> None:

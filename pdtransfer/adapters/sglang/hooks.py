@@ -155,7 +155,8 @@ def _cuda_host_register(original: Any, buffer: Any, *args: Any) -> None:
     """Memory of ours is registered with the GPU already, and is not SGLang's to unregister."""
     if process.memory is None or not process.memory.has_beside(buffer.data_ptr()):
         return original(buffer, *args)
-    setattr(buffer, dialect.REGISTERED_RANGES, [])
+    if "registered_ranges" in dialect.HAS:
+        setattr(buffer, dialect.REGISTERED_RANGES, [])
     return None
 
 

@@ -181,8 +181,9 @@ def _fleet(config: DemoConfig, model: DemoModel, slots: int, logs: Path) -> Flee
             "enable_hisparse": True, "hot_tokens": hot, "device_slots": HOT_REQUESTS * (hot + 1), "dense_slots": 64,
             "limits": replace(LIMITS, hisparse_wait_steps=2, hisparse_quantum_steps=6),
         }  # fmt: skip
-    folders = logs / "sockets", socket_directory()  # TMPDIR may be too long for a socket
-    folder = min(folders, key=lambda path: len(os.fsencode(path)) > SOCKET_DIRECTORY_LENGTH_MAX)
+    folder = logs / "sockets"
+    if len(os.fsencode(folder)) > SOCKET_DIRECTORY_LENGTH_MAX:  # TMPDIR may be too long for a socket
+        folder = socket_directory()
     decode = [
         DecodeConfig(
             node=f"decode-{number}", page_size=config.decode_page_size, host_layout=config.decode_layout,

@@ -85,8 +85,7 @@ def run(prefill: str, decode: str, *, api_key: Path | None, json: bool) -> int:
     if first.role == "decode":
         misfits = [f"role: {ours.url} has 'decode', must be 'prefill'"]
     else:  # the lines that both engines would log at their first connection
-        pair = second.in_role("decode", theirs.url), first.in_role("prefill", ours.url)
-        misfits = differences(*pair, role="decode")
+        misfits = differences(second.in_role("decode", theirs.url), first.in_role("prefill", ours.url), role="decode")
     longest = longest_request([first], [second], lambda shown: shown.context_tokens or TOKENS_MAX)
     longest = None if misfits or longest >= TOKENS_MAX else longest
     rows = compare(first, second)

@@ -109,8 +109,7 @@ class HttpListener:
         self._server: asyncio.Server | None = None
 
     async def open(self, listen: str, tls: ServerTls | None = None, *, named: str = "listen") -> str:
-        """Listens on host:port (port 0: any free port), which the setting `named` gives; returns host:port as bound.
-        Raises WorldError."""
+        """Listens on host:port, which `named` sets (port 0: any free port); returns it as bound. Raises WorldError."""
         host, _, port = listen.rpartition(":")
         await self._runner.setup()
         assert self._runner.server is not None

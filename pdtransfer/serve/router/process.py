@@ -39,8 +39,7 @@ def _spans(config: RouterConfig) -> AbstractContextManager[Spans | None]:
 
 
 def router_of(config: RouterConfig, ended: EndedRequests | None = None, spans: Spans | None = None) -> Router:
-    """A router with the backend that the settings name. `ended` gets a record of each request and room at its end.
-    Raises ConfigError."""
+    """A router with the settings' backend. `ended` gets a record of each ended request and room. Raises ConfigError."""
     metrics, ended = RouterMetrics(node=config.node), ended or EndedRequests()
     if config.relays:
         from .backends.servers.backend import Servers

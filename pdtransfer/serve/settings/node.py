@@ -91,7 +91,9 @@ class NodeConfig:
             match("otlp", self.otlp, r"https?://[A-Za-z0-9._\[\]:-]+(/[!-~]*)?", "http://host:port")
         check_limits(self.limits)
 
-    def _check_bind(self, name: str, value: str, scheme: str = "", *, keyed: bool = False, how: str = BY_KEYS) -> None:
+    def _check_bind(
+        self, name: str, value: str, *, scheme: str = "", keyed: bool = False, remedy: str = BY_KEYS
+    ) -> None:
         """Checks an address to bind, scheme + host:port; one that other hosts can reach needs keys, or `keyed`."""
         named, address = f"{name} = {value!r}", "tcp://" + value.removeprefix(scheme)
         try:
@@ -99,4 +101,5 @@ class NodeConfig:
         except ConfigError:
             form = f"{scheme}host:port, IPv6 as {scheme}[::1]:port, port below 65536"
             raise ConfigError(f"{named}: must be {form}") from None
-        check_exposure(address, named=named, keyed=keyed or self.key is not None, insecure=self.insecure, remedy=how)
+        keyed = keyed or self.key is not None
+        check_exposure(address, named=named, keyed=keyed, insecure=self.insecure, remedy=remedy)

@@ -94,7 +94,7 @@ class RouterConfig(NodeConfig):
             f"pdtransfer, {' or '.join(HTTP_ENGINES)}",
         )
         bound("body_readers", self.body_readers, 1, 64)
-        self._check_bind("listen", self.listen, keyed=self.api_keys is not None, how="set api_keys, a file of keys")
+        self._check_bind("listen", self.listen, keyed=self.api_keys is not None, remedy="set api_keys, a file of keys")
         if self.relays:
             for field in fields(self):
                 if field.name in _OF_DAEMONS and (value := getattr(self, field.name)) != field.default:

@@ -203,10 +203,9 @@ def _configuration(directory: Path) -> Any:
     try:
         given = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        reason = f"config.json: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError(
-            reason if directory.is_dir() else "no such directory; a checkpoint is not fetched by its name"
-        ) from None
+        if not directory.is_dir():
+            raise ConfigError("no such directory; a checkpoint is not fetched by its name") from None
+        raise ConfigError(f"config.json: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"config.json: {type(given).__name__}, expected an object")
     kind = given.get("model_type")

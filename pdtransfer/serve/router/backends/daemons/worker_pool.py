@@ -260,7 +260,7 @@ class WorkerPool:
                 text = f"{name}: {worker.peer} has {actual!r}, this router expects {expected!r}"
                 self.refuse(worker, Cause.PEER_LOST, text, now)
                 return
-        if (twin := self._by_node.get(identity.node)) not in (None, worker):
+        if (twin := self._by_node.get(identity.node)) is not None and twin is not worker:
             self._refuse_twin(worker, twin, identity, now)
             return
         if missing := [member.node for member in identity.group[1:] if not member.endpoint]:

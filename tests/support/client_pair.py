@@ -64,8 +64,7 @@ class Pair:
     _ended: set[tuple[int, int, bool]] = field(default_factory=set)
 
     def poll(self) -> None:
-        """What a scheduler does between two batches: asks both, waits for neither. On either side a room ends once, and
-        drains once."""
+        """As a scheduler between two batches: asks both, waits for neither. Each side's rooms end and drain once."""
         for client, events in ((self.prefill, self.prefill_events), (self.decode, self.decode_events)):
             for event in client.poll():
                 events.append(event)

@@ -52,7 +52,7 @@ class WorkerConfig(NodeConfig):
         flag("nftables rules that admit only peers with a session to transport ports: auto sets them where it may."),
     ] = "auto"
     firewall_admit: Annotated[
-        tuple[str, ...], flag("Address or network that may reach these ports as well; may be repeated.")
+        tuple[str, ...], flag("Address or network that may reach the transport ports too; may be repeated.")
     ] = ()
     listen: Annotated[str, flag(LISTEN)] = ""
     http: Annotated[str | None, Parameter(show=False)] = None  # until 0.3: the older name of `listen`

@@ -36,7 +36,7 @@ def args_of(pool: MHATokenToKVPool) -> Any:
     addresses, byte_counts, item_bytes = pool.get_contiguous_buf_infos()
     return SimpleNamespace(
         page_size=PAGE_SIZE, kv_data_ptrs=addresses, kv_data_lens=byte_counts, kv_item_lens=item_bytes,
-        aux_item_lens=[4], state_types=[],
+        aux_item_lens=[4], state_types=[], num_draft_entries=0,
     )  # fmt: skip
 
 

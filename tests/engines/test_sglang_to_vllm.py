@@ -84,7 +84,7 @@ def test_a_client_that_leaves_costs_no_block(bridge: Pair) -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"dtype": "bfloat16"}, "model: "),
+        ({"dtype": "float16"}, "model: "),
         ({"kv_transfer_config": receives(rows="blocks")}, "rows: d-"),
         ({"speculative_config": {"method": "draft_model", "num_speculative_tokens": 1}}, "speculation: d-"),
     ],

@@ -20,7 +20,7 @@ from pdtransfer.handoff.identity_check import ShownIdentity
 from pdtransfer.schema import convert
 from pdtransfer.serve.commands.engine_facts import compare
 from tests.support.paths import REPO
-from tests.support.vllm_engine import ENVIRONMENT, PYTHON, Checkpoints, Generated, VllmEngine, prompts
+from tests.support.vllm_engine import CPU_FLAGS, ENVIRONMENT, PYTHON, Checkpoints, Generated, VllmEngine, prompts
 from tests.support.vllm_pair import (
     LENGTHS,
     SENDS,
@@ -127,10 +127,9 @@ def test_other_models_continue_as_well(
     """Two bytes a number, and one; and experts with windows in every other layer, whose groups of layers have blocks of
     their own in the same memory. With AMX, bits depend on how a step is shared: there a cache of one byte a number is
     held against prefill's."""
-    flags = Path("/proc/cpuinfo").read_text()
-    if cache == "fp8" and not re.search("avx512|amx", flags):
+    if cache == "fp8" and not re.search("avx512|amx", CPU_FLAGS):
         pytest.skip("vLLM keeps a cache of 8 bits on processors with AVX-512 or AMX alone")
-    by_bytes = cache == "fp8" and "amx" in flags
+    by_bytes = cache == "fp8" and "amx" in CPU_FLAGS
     with family(checkpoints, tmp_path, name, dtype, kv_cache_dtype=cache) as (pair, single):
         for order in ("decode first", "serial"):
             asked = prompts(*LENGTHS, seed=len(order))

@@ -14,14 +14,14 @@ import pytest
 from tests.support import document_commands as document
 from tests.support.paths import REPO
 from tests.support.sglang_engine import free_port
-from tests.support.vllm_engine import ENVIRONMENT, VENV, Checkpoints
+from tests.support.vllm_engine import CPU_FLAGS, ENVIRONMENT, VENV, Checkpoints
 
 KEPT = "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"
 SECONDS = 900.0  # of two servers that import vLLM and start, beside others on two cores
 EXAMPLE = (REPO / "examples" / "vllm_cpu.sh").read_text(encoding="utf-8")
 ASK = document.commands(document.section("vllm.md", "## Install and run"))
 # As the document says: with AMX, vLLM may end by SIGILL at a first step in bfloat16 of few tokens.
-DTYPE = "float32" if "amx" in Path("/proc/cpuinfo").read_text() else "bfloat16"
+DTYPE = "float32" if "amx" in CPU_FLAGS else "bfloat16"
 ON_A_CPU = f"--dtype {DTYPE} --enforce-eager --max-model-len 1024 --kv-cache-memory-bytes 268435456"
 pytestmark = [pytest.mark.timeout(1_200), pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")]
 

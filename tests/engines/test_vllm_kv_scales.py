@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.vllm_engine import Checkpoints, VllmEngine, prompts
+from tests.support.vllm_engine import CPU_FLAGS, Checkpoints, VllmEngine, prompts
 from tests.support.vllm_pair import LENGTHS, TOKENS, VllmPair, handed_over, rooms, transfer
 
 pytestmark = [
     pytest.mark.timeout(1_200),  # three engines start slowly on a busy host
     pytest.mark.skipif(
-        not re.search(r"avx512|amx", Path("/proc/cpuinfo").read_text()),
+        not re.search(r"avx512|amx", CPU_FLAGS),
         reason="vLLM keeps a cache of 8 bits on processors with AVX-512 or AMX alone",
     ),
 ]

@@ -22,6 +22,7 @@ from tests.support.sglang_engine import DEVICE
 VERSION = os.environ.get("PDTRANSFER_TEST_VLLM_VERSION", "")
 VENV = REPO / f".venv-vllm{VERSION and '-'}{VERSION}"
 PYTHON = Path(os.environ.get("PDTRANSFER_TEST_VLLM", VENV / "bin" / "python"))
+CPU_FLAGS = Path("/proc/cpuinfo").read_text()  # of which "amx" and "avx512" decide what vLLM's build for CPUs runs
 START_S = 300.0  # of a process that imports vLLM and starts an engine, beside others on two cores
 ANSWER_S = 120.0
 KV_BYTES = 128 << 20 if DEVICE == "cpu" else 1 << 30

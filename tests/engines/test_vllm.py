@@ -153,8 +153,7 @@ def test_windows_of_64_tokens_continue_at_each_offset_of_a_block(checkpoints: Ch
 
 
 @pytest.mark.parametrize(
-    ("name", "drafts"),
-    [("deepseek_v3", None), ("deepseek_v3_drafted", {"method": "mtp", "num_speculative_tokens": 2})],
+    ("name", "drafts"), [("deepseek_v3", None), ("deepseek_v3_drafted", {"method": "mtp", "num_speculative_tokens": 2})]
 )
 def test_latent_attention_continues(
     name: str, drafts: dict[str, Any] | None, checkpoints: Checkpoints, tmp_path: Path

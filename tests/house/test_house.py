@@ -57,16 +57,8 @@ def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path)
     assert f"pdtransfer-{pdtransfer.__version__}.dist-info/licenses/LICENSE" in names
     assert (about["License-Expression"], about["Description-Content-Type"]) == ("Apache-2.0", "text/markdown")
     assert set(about.get_all("Provides-Extra", [])) == {
-        "cuda",
-        "daemons",
-        "dev",
-        "dns",
-        "mooncake",
-        "otel",
-        "test",
-        "text",
-        "transformers",
-    }
+        "cuda", "daemons", "dev", "dns", "mooncake", "otel", "test", "text", "transformers",
+    }  # fmt: skip
 
 
 def test_only_install_commands_that_work_in_a_checkout_are_printed() -> None:

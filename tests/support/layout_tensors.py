@@ -246,16 +246,9 @@ def touched(layout: Layout) -> np.ndarray:
 def plane(**changed: Any) -> Plane:
     """One of 16 slots a page, back to back, unless `changed` says something else."""
     fields: dict[str, Any] = {
-        "layer": 0,
-        "kind": "k",
-        "dtype": "bfloat16",
-        "head_start": 0,
-        "head_count": 2,
-        "base": 0,
-        "page_stride": 1024,
-        "row_stride": 64,
-        "row_bytes": 64,
-    }
+        "layer": 0, "kind": "k", "dtype": "bfloat16", "head_start": 0, "head_count": 2, "base": 0, "page_stride": 1024,
+        "row_stride": 64, "row_bytes": 64,
+    }  # fmt: skip
     return Plane(**(fields | changed))
 
 

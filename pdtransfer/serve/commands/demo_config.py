@@ -33,8 +33,7 @@ class DemoConfig:
     """A router, prefill and decode workers, and prompts whose answers are compared with a single process."""
 
     model: Annotated[
-        str,
-        flag("A Hugging Face checkpoint's directory; stamp, which answers by digests of the KV; or reference."),
+        str, flag("A Hugging Face checkpoint's directory; stamp, which answers by digests of the KV; or reference.")
     ] = STAMP
     requests: Annotated[int | None, flag("Prompts to send; by default 32, or each question to a checkpoint.")] = None
     concurrency: Annotated[int, flag("Concurrent requests.")] = 32

@@ -85,11 +85,7 @@ class HttpListener:
     """Serves an application on one host:port. The task of a request is cancelled when its client disconnects."""
 
     def __init__(
-        self,
-        app: web.Application,
-        *,
-        connections_max: int = HTTP_CONNECTIONS_MAX,
-        allowed_hosts: Iterable[str] = (),
+        self, app: web.Application, *, connections_max: int = HTTP_CONNECTIONS_MAX, allowed_hosts: Iterable[str] = ()
     ) -> None:
         """`allowed_hosts` are names of this server, as BrowserGuard takes them."""
         app.middlewares.insert(0, self._through)

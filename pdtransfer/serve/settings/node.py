@@ -69,8 +69,7 @@ class NodeConfig:
         Path | None, flag("Write a timeline into this directory, as NODE.json, for `pdtransfer timeline`.")
     ] = None
     otlp: Annotated[
-        str,
-        flag("OpenTelemetry collector that gets spans of requests, http://host:port; needs pip install '.[otel]'."),
+        str, flag("OpenTelemetry collector that gets spans of requests, http://host:port; needs pip install '.[otel]'.")
     ] = ""
     allowed_hosts: Annotated[
         tuple[str, ...],

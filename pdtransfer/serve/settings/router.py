@@ -26,16 +26,13 @@ class RouterConfig(NodeConfig):
     node: Annotated[str, NODE_NAME] = field(default_factory=partial(node_name, "router"))
     listen: Annotated[str, flag("Where OpenAI's API, /health, /live and /metrics are served.")] = "127.0.0.1:8000"
     engine: Annotated[
-        str,
-        flag("The workers: daemons of pdtransfer, whatever their engine, or HTTP servers of vllm or sglang."),
+        str, flag("The workers: daemons of pdtransfer, whatever their engine, or HTTP servers of vllm or sglang.")
     ] = "pdtransfer"
     prefill: Annotated[
-        tuple[str, ...],
-        flag("A prefill daemon, [KEY@]tcp://host:port, or server, http://host:port; may be repeated."),
+        tuple[str, ...], flag("A prefill daemon, [KEY@]tcp://host:port, or server, http://host:port; may be repeated.")
     ] = ()
     decode: Annotated[
-        tuple[str, ...],
-        flag("A decode daemon, [KEY@]tcp://host:port, or server, http://host:port; may be repeated."),
+        tuple[str, ...], flag("A decode daemon, [KEY@]tcp://host:port, or server, http://host:port; may be repeated.")
     ] = ()
     workers_file: Annotated[
         Path | None, flag("More workers, a line each: prefill or decode, and its endpoint. Read again once changed.")
@@ -64,8 +61,7 @@ class RouterConfig(NodeConfig):
         False
     )
     enable_resume: Annotated[
-        bool,
-        flag("For requests that do not set this field: continue their answer elsewhere if its decode is lost."),
+        bool, flag("For requests that do not set this field: continue their answer elsewhere if its decode is lost.")
     ] = False
     stream_from: Annotated[
         Literal["prefill", "decode"],

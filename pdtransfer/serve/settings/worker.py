@@ -66,8 +66,7 @@ class WorkerConfig(NodeConfig):
     page_size: Annotated[int, flag("Tokens a page; a power of two.")] = 64
     host_layout: Annotated[HostLayout, flag("How the pool or the arena is laid out.")] = "layer_first"
     device: Annotated[
-        str,
-        flag("Where the engine computes: cpu, cuda (each rank on a GPU of its own), cuda:N, or cuda:N,cuda:M,..."),
+        str, flag("Where the engine computes: cpu, cuda (each rank on a GPU of its own), cuda:N, or cuda:N,cuda:M,...")
     ] = "cpu"
     tp_size: Annotated[int, flag("Processes that share the heads of each layer.")] = 1
     tp_rank: Annotated[int, flag("This process's number among them; 0 is the leader, which routers connect to.")] = 0

@@ -164,18 +164,8 @@ def test_the_command_prints_a_row_for_each_fleet_and_fails_for_a_wrong_or_hung_a
     head, *table = json.loads(capsys.readouterr().out)["tables"][0]
     assert head == storms.HEAD
     assert table[0] == [
-        "shm",
-        "2",
-        "4",
-        "1,508",
-        "3",
-        "0",
-        "0",
-        "3.0 (max 4.0)",
-        "1.0 (max 1.0)",
-        "2.0 (max 3.0)",
-        "0.5 (max 0.5)",
-    ]
+        "shm", "2", "4", "1,508", "3", "0", "0", "3.0 (max 4.0)", "1.0 (max 1.0)", "2.0 (max 3.0)", "0.5 (max 0.5)",
+    ]  # fmt: skip
     assert [row[0] for row in table] == ["shm", "shm, keys", "all"]
     for verdict in ("wrong", "hung"):
         some[0].answers[verdict] = 1

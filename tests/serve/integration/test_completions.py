@@ -34,14 +34,10 @@ Options = tuple[str, ...]
 
 FLEETS: dict[str, tuple[Options, dict[str, Any], dict[str, Any]]] = {
     "mla 64 to 1": (
-        MLA,
-        {"page_size": 64, "host_layout": "layer_first"},
-        {"page_size": 1, "host_layout": "page_first"},
+        MLA, {"page_size": 64, "host_layout": "layer_first"}, {"page_size": 1, "host_layout": "page_first"},
     ),
     "gqa 16 to 16": (
-        GQA,
-        {"page_size": 16, "host_layout": "page_first"},
-        {"page_size": 16, "host_layout": "page_head"},
+        GQA, {"page_size": 16, "host_layout": "page_first"}, {"page_size": 16, "host_layout": "page_head"},
     ),
     "mla 16 to 16, chunks of 8 and a layer": (
         (*MLA, "layers_per_cell=1"),
@@ -49,11 +45,9 @@ FLEETS: dict[str, tuple[Options, dict[str, Any], dict[str, Any]]] = {
         {"page_size": 16, "host_layout": "layer_first"},
     ),
     "gqa 64 to 1": (
-        GQA,
-        {"page_size": 64, "host_layout": "page_head"},
-        {"page_size": 1, "host_layout": "page_first_direct"},
+        GQA, {"page_size": 64, "host_layout": "page_head"}, {"page_size": 1, "host_layout": "page_first_direct"},
     ),
-}
+}  # fmt: skip
 
 
 # Every option of both is in one of them; the others run with --full.

@@ -44,18 +44,9 @@ async def test_a_completion_carries_its_usage_and_the_extension(site: Site) -> N
     }
     room = f"{site.decode[0].begun[0].room:016x}"
     assert answer["pdtransfer"] == {
-        "room": room,
-        "kv_bytes": 640,
-        "copy_us": 12,
-        "handoff_us": 42.5,
-        "tokens_digest": "01",
-        "logits_digest": "02",
-        "kv_digest": "03",
-        "prefill": "p0",
-        "decode": "d0",
-        "enable_hisparse": False,
-        "resumptions": 0,
-    }
+        "room": room, "kv_bytes": 640, "copy_us": 12, "handoff_us": 42.5, "tokens_digest": "01", "logits_digest": "02",
+        "kv_digest": "03", "prefill": "p0", "decode": "d0", "enable_hisparse": False, "resumptions": 0,
+    }  # fmt: skip
     begin = site.decode[0].begun[0]
     assert (begin.sampling.temperature, begin.sampling.seed, begin.sampling.top_p) == (0.0, 5, 1.0)
     assert begin.peers == site.router._config.prefill
@@ -140,11 +131,7 @@ BAD = [
     (b'{"prompt": "a", "logit_bias": {"4294967296": 1}}', "logit_bias", "4294967295"),
     (b'{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias", "<= 100"),
     (b'{"prompt": "a", "logit_bias": [5]}', "logit_bias", "array"),
-    (
-        b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d": 1' % n for n in range(1_025)) + b"}}",
-        "logit_bias",
-        "1024",
-    ),
+    (b'{"prompt": "a", "logit_bias": {%b}}' % b",".join(b'"%d": 1' % n for n in range(1_025)), "logit_bias", "1024"),
     (b'{"prompt": "a", "seed": 1.5}', "seed", "float"),
     (b'{"prompt": "a", "n": 0}', "n", ">= 1"),
     (b'{"prompt": "a", "n": 257}', "n", "<= 256"),

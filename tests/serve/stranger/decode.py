@@ -169,20 +169,10 @@ class Decode(Worker):
         room.grant = session, session.granted
         session.grants[session.granted] = room
         self.repeat(
-            ("Grant", session.number, session.granted),
-            session.link,
-            "Grant",
-            session=session.number,
-            grant=session.granted,
-            room=room.number,
-            tokens=len(room.ids),
-            prefix=0,
-            parts=room.parts,
-            send_aux=True,
-            time_left_ms=room.begin["time_left_ms"],
-            enable_hisparse=sparse,
-            verify=self.verify,
-        )
+            ("Grant", session.number, session.granted), session.link, "Grant", session=session.number,
+            grant=session.granted, room=room.number, tokens=len(room.ids), prefix=0, parts=room.parts, send_aux=True,
+            time_left_ms=room.begin["time_left_ms"], enable_hisparse=sparse, verify=self.verify,
+        )  # fmt: skip
 
     def on_granted(self, link: Link, granted: Fields) -> None:
         self.granted.append(granted["grant"])

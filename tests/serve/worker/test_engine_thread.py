@@ -40,28 +40,12 @@ from pdtransfer.wire import Sampling, StepOrder, StepOrders
 
 PAGE = 16
 CARD = EngineDescription(
-    model="m",
-    weights=b"w",
-    components=(
-        Component(
-            "kv",
-            "dram",
-            1,
-            Span(),
-            host_layout(
-                "layer_first",
-                kinds=("latent",),
-                layers=2,
-                heads=1,
-                head_bytes=64,
-                dtype="float32",
-                slots=64 * PAGE,
-                page_size=PAGE,
-            ),
-        ),
-    ),
-    memory_bytes=1,
-)
+    model="m", weights=b"w", memory_bytes=1,
+    components=(Component("kv", "dram", 1, Span(), host_layout(
+        "layer_first", kinds=("latent",), layers=2, heads=1, head_bytes=64, dtype="float32", slots=64 * PAGE,
+        page_size=PAGE,
+    )),),
+)  # fmt: skip
 
 
 def request(room: int, tokens: int = 20) -> Request:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from examples import engine
 from tests.support.fleets import running
@@ -40,6 +43,33 @@ def test_the_program_of_readme_lands_a_room() -> None:
     script = given + prefill + decode + expect + ended + "decode.close(), prefill.close()\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "RoomReady\n"), done.stderr
+
+
+PAIR = "prefill", "decode", "router"
+
+
+@pytest.mark.parametrize(
+    ("path", "log"),
+    [*(("docs/sglang.md", name) for name in (*PAIR, "sglang-router")), ("docs/bridge.md", "vllm"),
+     *(("examples/vllm_cpu.sh", name) for name in PAIR)],
+)  # fmt: skip
+def test_a_wait_for_a_server_that_has_ended_shows_its_log(path: str, log: str, tmp_path: Path) -> None:
+    """Each process has the log's name as its output. Those of other names run on, and nothing answers."""
+    text = (REPO / path).read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) or [text]
+    [script] = [block for block in blocks if "until curl" in block and (f">{log}.log" in block or block == text)]
+    server = f"case $1$(readlink /proc/$$/fd/1) in */{log}.log) echo no; exit 1;; doctor*) exit;; esac; exec sleep 20"
+    (tmp_path / ".venv-vllm").mkdir()
+    (tmp_path / ".venv-vllm" / "bin").symlink_to("..")
+    for name, does in {**dict.fromkeys(("python", "pdtransfer", "vllm"), server), "curl": "exit 7"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    given = dict.fromkeys(("MODEL", "PREFILL_CORES", "DECODE_CORES"), "0") | {"LOGS": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\nkill $(jobs -p)"], env=given | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=15, check=False,
+    )  # fmt: skip
+    assert f"/{log}.log <==\nno\n" in (done.stdout + done.stderr).replace("==> ", "==> /")
 
 
 async def test_engine_serves_completions_behind_a_router(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def in_background(commands_of: Sequence[str]) -> str:
     """A script that starts each of prefill, decode and the router, with a log of its name, and waits for the router."""
     logs = zip(commands_of, ("prefill", "decode", "router"), strict=True)
     started = "".join(f"{command} >{name}.log 2>&1 &\n" for command, name in logs)
-    return f"{started}until curl -sf http://127.0.0.1:8000/health >health.json; do sleep 1; done\n"
+    healthy = "curl -sf http://127.0.0.1:8000/health >health.json"
+    return f'{started}until {healthy}; do [ "$(jobs -rp | wc -l)" = 3 ]; sleep 1; done\n'
 
 
 def stated_lines(text: str) -> list[str]:

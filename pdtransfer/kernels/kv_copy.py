@@ -464,10 +464,11 @@ class PlannedCopy:
         if self._gpu is None:
             if source.device is not None:
                 raise LocalProtocolError(f"pools: the target is not on a GPU, the source is on GPU {source.device}")
+            self._most = min(len(target_slots), len(source_slots))
             return
         copy = check_copy(target, source, target_slots, source_slots, len(target_slots) if counts is None else counts)
         launch = launch_of(target, source, copy.target_side, copy.source_side, copy.rows, count_known=False)
-        self._argument = launch.argument
+        self._most, self._argument = copy.rows, launch.argument
         self._argument.pairs = self._gpu.tables.acquire(launch.key, launch.pairs)
         self._key = launch.key
         if counts is not None:
@@ -481,7 +482,12 @@ class PlannedCopy:
         return self._argument
 
     def queue(self, rows: int, *, stream: int = 0) -> None:
-        """Queues the copy of `rows` rows, or of `counts` rows if that is less. Without a GPU it copies at once."""
+        """Queues the copy of `rows` rows, or of `counts` rows if that is less. Without a GPU it copies at once.
+
+        Raises LocalProtocolError if the lists are shorter.
+        """
+        if not 0 <= rows <= self._most:
+            raise LocalProtocolError(f"rows: {rows}, and slots for {self._most}")
         if self._gpu is not None:
             self._argument.count = rows
             if rows:

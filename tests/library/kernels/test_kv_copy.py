@@ -20,7 +20,7 @@ from pdtransfer.errors import LayoutMismatchError, LocalProtocolError, WorldErro
 from pdtransfer.kernels import UnusableError, compiled, driver, gpu, native, source_directory
 from pdtransfer.kernels.arguments import CopyArgument, SlotsArgument
 from pdtransfer.kernels.cancel import CancelWord
-from pdtransfer.kernels.kv_copy import kv_copy, lanes_of, launch_of, pairing_of, side_of
+from pdtransfer.kernels.kv_copy import PlannedCopy, kv_copy, lanes_of, launch_of, pairing_of, side_of
 from pdtransfer.kernels.pools import PageSlots, PinnedCancel, Progress, State
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
 from pdtransfer.serve.commands import cli
@@ -255,6 +255,18 @@ def test_what_the_cpu_knows_is_checked_before_a_byte_moves(
         kv_copy(pool_of(target, device=host), pool_of(source, device=host), target_slots, source_slots, count)
     kv_copy(pool_of(target), pool_of(source), [], np.array([]), 0)  # of which numpy makes float64
     assert (target.memory == CANARY).all()
+
+
+@pytest.mark.parametrize("rows", [-1, 3])
+@pytest.mark.parametrize("counts", [None, np.array([9], np.int32)])
+def test_a_planned_copy_ends_at_its_lists(rows: int, counts: Any) -> None:
+    source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
+    planned = PlannedCopy(pool_of(target), pool_of(source), np.arange(2), np.arange(4), counts=counts)
+    with pytest.raises(LocalProtocolError, match=f"rows: {rows}, and slots for 2"):
+        planned.queue(rows)
+    assert (target.memory == CANARY).all()
+    planned.queue(2)
+    assert not (target.memory == CANARY).all()
 
 
 def test_pools_that_do_not_pair_are_refused_field_by_field() -> None:

@@ -37,12 +37,7 @@ class ArenaMemory:
 
     @classmethod
     def create(
-        cls,
-        byte_count: int,
-        *,
-        huge_pages: HugePages = "auto",
-        name: str = "pdtransfer-arena",
-        staging_bytes: int = 0,
+        cls, byte_count: int, *, huge_pages: HugePages = "auto", name: str = "pdtransfer-arena", staging_bytes: int = 0
     ) -> ArenaMemory:
         """An arena of at least `byte_count` bytes, rounded up to whole pages, all zero and not yet backed by memory.
 

@@ -198,11 +198,7 @@ class PrefillTransports(_NodeTransports[WriterTransport]):
     """
 
     def __init__(
-        self,
-        components: tuple[Component, ...],
-        options: WriterOptions,
-        calls: WriterCalls,
-        spans: Spans | None = None,
+        self, components: tuple[Component, ...], options: WriterOptions, calls: WriterCalls, spans: Spans | None = None
     ) -> None:
         """`spans` gets each launch of a GPU."""
         check(options.transport, options.network)

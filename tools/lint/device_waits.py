@@ -209,9 +209,5 @@ def loops(files: Iterable[Source]) -> Iterator[str]:
     for source in files:
         if ON_THE_LOOP.match(source.module):
             for node in source.nodes(ast.Attribute):
-                if node.attr in {
-                    "synchronise",
-                    "synchronize",
-                    "cuEventSynchronize",
-                }:
+                if node.attr in {"synchronise", "synchronize", "cuEventSynchronize"}:
                     yield source.complaint(node, "what runs on the loop waits for no GPU")

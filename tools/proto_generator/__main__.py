@@ -17,10 +17,7 @@ def generated(root: Path) -> dict[Path, str]:
     """Each generated file under `root` (a proto/v1) with the text that it should have."""
     table = schema()
     pages = {page: page.read_text(encoding="utf-8") for page in sorted(root.glob("*.md"))}
-    files = {
-        **tables.filled(pages, table),
-        root / "schema.json": json.dumps(table, indent=1) + "\n",
-    }
+    files = {**tables.filled(pages, table), root / "schema.json": json.dumps(table, indent=1) + "\n"}
     for name, cases in (("valid", vectors.valid()), ("invalid", vectors.invalid())):
         file = root / "vectors" / f"{name}.jsonl"
         old = file.read_text(encoding="utf-8").splitlines() if file.exists() else []

@@ -34,11 +34,7 @@ BESIDE_ZMQ = (
         "{handoff_us_p50:.0f} us",
         "{handoff_to_raw_p50:.1f} x ZMQ's round trip on such loops, {raw_us_p50:.0f} us; aim: 4",
     ),
-    Line(
-        "",
-        "",
-        "{handoff_to_blocking_p50:.1f} x ZMQ's round trip with blocking sockets, {blocking_us_p50:.0f} us",
-    ),
+    Line("", "", "{handoff_to_blocking_p50:.1f} x ZMQ's round trip with blocking sockets, {blocking_us_p50:.0f} us"),
     Line("the same, p99", "{handoff_us_p99:.0f} us", "{raw_us_p99:.0f} and {blocking_us_p99:.0f} us"),
     *RATE,
 )

@@ -20,16 +20,7 @@ from .. import copy as host_copy
 from ..arguments import BLOCKS_PUSH, CopyArgument, SlotsArgument
 from ..cancel import CancelWord
 from ..gpu import Gpu
-from ..kv_copy import (
-    BLOCKS_FETCH,
-    CheckedCopy,
-    Side,
-    device_pairs,
-    kv_copy,
-    lanes_of,
-    launch_of,
-    pair_major,
-)
+from ..kv_copy import BLOCKS_FETCH, CheckedCopy, Side, device_pairs, kv_copy, lanes_of, launch_of, pair_major
 from ..pools import Pool, Progress, State
 from ..staging import Staging
 from .blocks import Chunks, RingShape, Through

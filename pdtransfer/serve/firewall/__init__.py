@@ -8,12 +8,4 @@ those of the bus's connections, where the peer has proven its key.
 from .ruleset import HostNetwork, admit_networks
 from .table import Firewall, FirewallMode, Guarded, firewall_for, why_no_table
 
-__all__ = [
-    "Firewall",
-    "FirewallMode",
-    "Guarded",
-    "HostNetwork",
-    "admit_networks",
-    "firewall_for",
-    "why_no_table",
-]
+__all__ = ["Firewall", "FirewallMode", "Guarded", "HostNetwork", "admit_networks", "firewall_for", "why_no_table"]

@@ -32,9 +32,7 @@ class RoomMetrics:
         self.ended = Counter("pdtransfer_rooms_ended", "Rooms that ended, by reason", ["reason"], registry=of)
         self.kv_bytes = Counter("pdtransfer_kv_bytes", "Bytes of KV written, or landed", registry=of)
         self.computed_tokens = Counter(
-            "pdtransfer_computed_tokens",
-            "Prompt tokens that the engine computed; decode: of next turns",
-            registry=of,
+            "pdtransfer_computed_tokens", "Prompt tokens that the engine computed; decode: of next turns", registry=of
         )
 
 

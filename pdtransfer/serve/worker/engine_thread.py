@@ -304,9 +304,7 @@ class DecodeThread:
 
 
 def start(
-    work: PrefillThread | DecodeThread,
-    died: Callable[[BaseException], None],
-    warm: Callable[[], None] = lambda: None,
+    work: PrefillThread | DecodeThread, died: Callable[[BaseException], None], warm: Callable[[], None] = lambda: None
 ) -> threading.Thread:
     """Runs the work on a thread of its own. On that thread, `warm` is called after the warm-up, and `died` after a
     failure of the whole engine."""

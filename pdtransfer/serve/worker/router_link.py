@@ -36,11 +36,7 @@ def request_of(begin: Begin, serial: int) -> Request:
     if not len(prompt):
         raise ValueError("prompt: no tokens")
     return Request(
-        room=serial,
-        prompt=prompt,
-        sampling=begin.sampling,
-        enable_hisparse=begin.enable_hisparse,
-        salt=begin.salt,
+        room=serial, prompt=prompt, sampling=begin.sampling, enable_hisparse=begin.enable_hisparse, salt=begin.salt
     )
 
 

@@ -53,12 +53,7 @@ class ShmArena:
     """
 
     def __init__(
-        self,
-        arena: ArenaMemory,
-        *,
-        directory: Path | None,
-        hbm_direct: bool = True,
-        keep_line: KeepLine | None = None,
+        self, arena: ArenaMemory, *, directory: Path | None, hbm_direct: bool = True, keep_line: KeepLine | None = None
     ) -> None:
         """Without `hbm_direct` no writer gets a GPU's memory: all rows land in the arena."""
         self._arena, self._hbm_direct, self._closed = arena, hbm_direct, False

@@ -16,14 +16,7 @@ import numpy as np
 from pdtransfer import Component, Span, allocate, host_layout
 from pdtransfer.kernels.stream import DeviceSpans
 from pdtransfer.layout.geometry import Int64s
-from pdtransfer.serve.engine_api import (
-    DecodeEngine,
-    EngineConfig,
-    EngineDescription,
-    GpuMemory,
-    PrefillEngine,
-    Request,
-)
+from pdtransfer.serve.engine_api import DecodeEngine, EngineConfig, EngineDescription, GpuMemory, PrefillEngine, Request
 from pdtransfer.serve.engines.shell.decode import DecodeShell, Generating, StepResult
 from pdtransfer.serve.engines.shell.facts import ModelFacts
 from pdtransfer.serve.engines.shell.first_token import FirstToken

@@ -216,12 +216,7 @@ class PagedModel:
     """A model over one pool or arena."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        memory: Tensor,
-        components: Sequence[Component],
-        *,
-        index: PagedRows | None = None,
+        self, checkpoint: Checkpoint, memory: Tensor, components: Sequence[Component], *, index: PagedRows | None = None
     ) -> None:
         """`index` has the rows of the index, where they are in other memory."""
         shapes = self._shapes = checkpoint.shapes
@@ -292,12 +287,7 @@ class PagedModel:
         return self._forward(now, ids[:, None], columns, masks, picked)
 
     def _forward(
-        self,
-        now: Pass,
-        ids: Tensor,
-        positions: Tensor,
-        masks: Mapping[str, Tensor],
-        picked: PickedRows | None = None,
+        self, now: Pass, ids: Tensor, positions: Tensor, masks: Mapping[str, Tensor], picked: PickedRows | None = None
     ) -> Tensor:
         self.rows.enter(now)
         self._index.enter(now)

@@ -153,12 +153,7 @@ class Upstream:
         return await self._session.post(url, data=order.body, headers=headers, allow_redirects=False)
 
     async def whole(
-        self,
-        server: Server,
-        response: aiohttp.ClientResponse,
-        bytes_max: int | None = None,
-        *,
-        begin: bytes = b"",
+        self, server: Server, response: aiohttp.ClientResponse, bytes_max: int | None = None, *, begin: bytes = b""
     ) -> WholeAnswer:
         """Reads an answer of which `begin` was read to its end. Raises AttemptFailedError for one that is too large."""
         body, bytes_max = bytearray(begin), bytes_max or HTTP_BODY_BYTES_MAX

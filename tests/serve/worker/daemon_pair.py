@@ -6,6 +6,7 @@ Prefill's engine runs in its thread; what decode's engine says is the test's, un
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -77,8 +78,21 @@ class Leader:
         self.sent.append(kind(len(self.sent) + 1, *fields))
 
 
+@asynccontextmanager
+async def engine_of(daemon: PrefillDaemon | DecodeDaemon) -> AsyncIterator[threading.Thread]:
+    """Its engine runs, in its thread."""
+    thread = engine_thread.start(daemon.thread, lambda _: None)
+    try:
+        yield thread
+    finally:
+        daemon.port.to_engine(Quit())
+        await asyncio.to_thread(thread.join, 10)
+
+
 class Prefill:
     """A prefill daemon whose engine runs."""
+
+    thread: threading.Thread
 
     def __init__(self) -> None:
         config = PrefillConfig(**OPTIONS)
@@ -89,7 +103,6 @@ class Prefill:
             config, _settings("p0", engine), engine, port := ThreadQueues[Order](), CollectorRegistry(), ended=ended
         )
         port.attach(asyncio.get_running_loop())
-        self.thread = engine_thread.start(self.daemon.thread, lambda _: None)
         self.routers, self.endpoint = Routers(self.daemon, "a", "b"), ""
 
     def begin(self, router: str, room: int, node: str, **more: Any) -> Begin:
@@ -103,13 +116,6 @@ class Prefill:
         """Nothing reads a page of any room."""
         await until(lambda: not self.daemon.rank.rooms)
 
-    async def close(self) -> None:
-        self.daemon.port.to_engine(Quit())
-        self.daemon.desk.ticker.stop()
-        await asyncio.to_thread(self.thread.join, 10)
-        await self.daemon.node.close()
-        self.daemon.port.close()
-
 
 def _settings(node: str, engine: Any, ranks: Ranks = Ranks()) -> NodeSettings:  # noqa: B008
     return NodeSettings(node=node, model=engine.description.model, weights=engine.description.weights, ranks=ranks)
@@ -120,9 +126,12 @@ async def prefill() -> AsyncIterator[Prefill]:
     made = Prefill()
     made.endpoint = await made.daemon.node.bus.bind("tcp://127.0.0.1:0")
     try:
-        yield made
+        async with engine_of(made.daemon) as made.thread:
+            yield made
     finally:
-        await made.close()
+        made.daemon.desk.ticker.stop()
+        await made.daemon.node.close()
+        made.daemon.port.close()
 
 
 @asynccontextmanager

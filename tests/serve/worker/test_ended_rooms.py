@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from pdtransfer.errors import Cause
 from pdtransfer.serve.tracing.ended_request import TraceContext
-from pdtransfer.serve.worker import engine_thread
-from pdtransfer.serve.worker.engine_thread import Quit
 from pdtransfer.wire import Cancel as CancelRoom
 from pdtransfer.wire import Load
-from tests.serve.worker.daemon_pair import TOKENS, decode, prefill
+from tests.serve.worker.daemon_pair import TOKENS, decode, engine_of, prefill
 from tests.support.waiting import until
 
 ROOM = 7
@@ -21,11 +18,9 @@ ROOM = 7
 
 async def test_both_workers_record_a_room_once_with_the_parts_of_its_time(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
-        thread = engine_thread.start(d.thread, lambda _: None)
         d.routers.send("a", p.begin("a", ROOM, "d0"))
-        written, generated = await p.routers.over("a", ROOM), await d.routers.over("a", ROOM)
-        d.port.to_engine(Quit())
-        await asyncio.to_thread(thread.join, 10)
+        async with engine_of(d):
+            written, generated = await p.routers.over("a", ROOM), await d.routers.over("a", ROOM)
         (of_prefill,), (of_decode,) = p.ended, d.ended
         for record in (of_prefill, of_decode):
             assert (record.scope, record.rooms, record.request_id) == ("room", (ROOM,), "r7")
@@ -60,10 +55,8 @@ async def test_a_room_that_its_router_gives_up_is_recorded_as_cancelled(director
         d.routers.send("a", p.begin("a", ROOM, "d0"))
         await until(lambda: any(room.landing is not None for room in d.rank.rooms.values()))
         d.routers.send("a", CancelRoom(ROOM, "aborted"))
-        thread = engine_thread.start(d.thread, lambda _: None)
-        await d.routers.over("a", ROOM)
-        d.port.to_engine(Quit())
-        await asyncio.to_thread(thread.join, 10)
+        async with engine_of(d):
+            await d.routers.over("a", ROOM)
         (record,) = d.ended
         assert (record.state, record.cause, record.reason) == ("cancelled", Cause.ABORTED, "")
         assert record.detail == "the router gave it up"

@@ -39,13 +39,11 @@ from pdtransfer.serve.worker.engine_thread import (
 from pdtransfer.wire import Sampling, StepOrder, StepOrders
 
 PAGE = 16
-CARD = EngineDescription(
-    model="m", weights=b"w", memory_bytes=1,
-    components=(Component("kv", "dram", 1, Span(), host_layout(
-        "layer_first", kinds=("latent",), layers=2, heads=1, head_bytes=64, dtype="float32", slots=64 * PAGE,
-        page_size=PAGE,
-    )),),
-)  # fmt: skip
+LAYOUT = host_layout(
+    "layer_first", kinds=("latent",), layers=2, heads=1, head_bytes=64, dtype="float32", slots=64 * PAGE, page_size=PAGE
+)
+COMPONENT = Component("kv", "dram", 1, Span(), LAYOUT)
+CARD = EngineDescription(model="m", weights=b"w", components=(COMPONENT,), memory_bytes=1)
 
 
 def request(room: int, tokens: int = 20) -> Request:

@@ -9,12 +9,11 @@ from typing import Any
 
 from pdtransfer.errors import Cause
 from pdtransfer.serve.engine_api import Finished
-from pdtransfer.serve.worker import engine_thread
 from pdtransfer.serve.worker.engine_thread import Drop, Dropped, Free, Generate, Offered, Quit
 from pdtransfer.serve.worker.group.leader import JoinedRank
 from pdtransfer.wire import Cancel as CancelRoom
 from pdtransfer.wire import RankFailed, RankReady, RankRoom, Ranks, StepOrder, StepOrders, Tokens
-from tests.serve.worker.daemon_pair import TOKENS, decode, follower, prefill
+from tests.serve.worker.daemon_pair import TOKENS, decode, engine_of, follower, prefill
 from tests.support.waiting import until
 
 ROOM = 7
@@ -48,9 +47,8 @@ class Held:
 
 
 async def test_a_worker_that_gives_up_keeps_the_slots_of_a_step_until_it_is_over(directory: Path) -> None:
-    async with prefill() as p, decode(directory, wrap=Held) as d:
+    async with prefill() as p, decode(directory, wrap=Held) as d, engine_of(d):
         engine, core = d._engine, d.node.core
-        thread = engine_thread.start(d.thread, lambda _: None)
         d.routers.send("a", p.begin("a", ROOM, "d0"))
         await asyncio.to_thread(engine.inside.wait, 30)
         d.end_all(Cause.ENGINE, "a rank is lost")
@@ -64,8 +62,6 @@ async def test_a_worker_that_gives_up_keeps_the_slots_of_a_step_until_it_is_over
         await until(lambda: ROOM not in core.rooms)
         assert core.cache.free_slots[0] == 1_024
         assert len(d.routers.ends("a", ROOM)) == 1
-        d.port.to_engine(Quit())
-        await asyncio.to_thread(thread.join, 10)
 
 
 async def test_an_engines_late_word_of_a_room_does_not_end_the_next_one_of_its_label(directory: Path) -> None:
@@ -172,8 +168,7 @@ async def test_prefill_sends_the_first_token_before_decode_has_the_room_where_it
         sent = p.routers.sent
         await until(lambda: [message for _, message in sent if isinstance(message, Tokens)])
         assert not p.routers.ends("a", ROOM), "no decode has granted anything"
-        async with decode(directory) as d:
-            thread = engine_thread.start(d.thread, lambda _: None)
+        async with decode(directory) as d, engine_of(d):
             for room in (ROOM, ROOM + 1):
                 d.routers.send("a", p.begin("a", room, "d0"))
             for room in (ROOM, ROOM + 1):
@@ -182,5 +177,3 @@ async def test_prefill_sends_the_first_token_before_decode_has_the_room_where_it
             tokens = {m.room: m for _, m in reversed(d.routers.sent) if isinstance(m, Tokens)}
             early = {message for _, message in sent if isinstance(message, Tokens)}
             assert [(each.room, each.first, each.ids) for each in early] == [(ROOM, 0, tokens[ROOM].ids[:4])]
-            d.port.to_engine(Quit())
-            await asyncio.to_thread(thread.join, 10)

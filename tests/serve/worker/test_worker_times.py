@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from pdtransfer.serve.worker import engine_thread
-from pdtransfer.serve.worker.engine_thread import Quit
 from pdtransfer.serve.worker.worker_times import DecodeTimes
-from tests.serve.worker.daemon_pair import decode, prefill
+from tests.serve.worker.daemon_pair import decode, engine_of, prefill
 
 ROOM = 7
-
-
-def _on_loop(case: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(case)
-    def run(**given: Any) -> None:
-        uvloop.run(case(**given))
-
-    return run
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """Private, as a directory of sockets has to be."""
-    tmp_path.chmod(0o700)
-    return tmp_path
 
 
 def _counts(times: Any) -> dict[tuple[str, ...], int]:
@@ -49,16 +29,13 @@ def _counts(times: Any) -> dict[tuple[str, ...], int]:
     return {key: count for key, count in made.items() if count}
 
 
-@_on_loop
 async def test_each_part_of_a_room_is_counted_once_and_the_time_between_its_tokens(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
-        thread = engine_thread.start(d.thread, lambda _: None)
         d.routers.send("a", p.begin("a", ROOM, "d0"))
-        await p.routers.over("a", ROOM)
-        await d.routers.over("a", ROOM)
-        await p.drained()
-        d.port.to_engine(Quit())
-        await asyncio.to_thread(thread.join, 10)
+        async with engine_of(d):
+            await p.routers.over("a", ROOM)
+            await d.routers.over("a", ROOM)
+            await p.drained()
         assert _counts(p.daemon.rank.times) == {
             ("handoff", "d0", "shm"): 1, ("queue",): 1, ("compute",): 1, ("exposed", "d0", "shm"): 1,
         }  # fmt: skip
@@ -68,7 +45,6 @@ async def test_each_part_of_a_room_is_counted_once_and_the_time_between_its_toke
         assert counts == {("queue",): 1, ("admission",): 1, ("used",): 1, ("held",): 1}
 
 
-@_on_loop
 async def test_a_grant_is_in_quarantine_from_the_silence_of_its_writer_to_the_proof(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
         gate = asyncio.Event()

@@ -72,6 +72,7 @@ class Bus:
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 2 * SOCKETS * self._limits.dials_max + 8)
+        self._context.socket(zmq.PAIR).close()  # starts ZMQ's threads: the first dial would hold the interpreter for it
         self._zap: Authenticator | None = None
         if allowed is not None:
             from .zap import Authenticator

@@ -31,6 +31,12 @@ async def test_messages_pass_both_ways_in_order_under_the_nodes_name(prefill: No
     assert (decode_node.bus.received, decode_node.bus.sent) == (500, 500)
 
 
+async def test_the_first_dial_starts_no_thread(prefill: Node, decode_node: Node) -> None:
+    endpoint, before = await prefill.bus.bind(ANY_PORT), os.listdir("/proc/self/task")
+    await decode_node.meet(endpoint, "d0")
+    assert set(os.listdir("/proc/self/task")) <= set(before)
+
+
 async def test_with_keys_a_peer_is_the_allow_lists_name_whatever_its_hello_names() -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"decode-7": d}) as prefill, Node("d", d, {"prefill-1": p}) as decode_node:

@@ -149,6 +149,7 @@ class WorkerSide:
         self._chunks: list[Chunk] = []  # of this step
         self._cells: list[_Cell] = []  # of these chunks
         self._computed: set[tuple[int, int]] = set()  # (group, layer) of this step
+        self._launched: list[tuple[_Cell, tuple[int, int], Event]] = []  # cells of this step, computed once it fires
         self._data = figures.empty()
         self._copied_bytes = 0  # of copied_up_bytes, that were taken
 
@@ -184,7 +185,7 @@ class WorkerSide:
             for first, end in [block_rows.rows_of(rows.first, rows.end)]
             if first < end
         ]
-        self._computed = set()
+        self._computed, self._launched = set(), []
 
     @property
     def has_chunks(self) -> bool:
@@ -212,6 +213,8 @@ class WorkerSide:
                     self._compute((group, layer), event)
         for cell in self._cells:
             self._push(cell, event)
+        for cell, layers, after in self._launched:
+            self._send(cell, layers, after)
         for chunk in self._chunks:
             if chunk.last and (sending := self._sending.get(chunk.request_id)) is not None and not sending.drained:
                 self._prefill.finish(sending.room)
@@ -327,14 +330,21 @@ class WorkerSide:
                 self._push(cell, event)
 
     def _push(self, cell: _Cell, event: Callable[[], Event | None]) -> None:
-        assert self._prefill is not None
+        """Of a GPU at the end of the launches: it takes the interpreter from their thread."""
         layers, cell.layers = cell.layers, None
+        if layers is not None and (after := event()) is not None:
+            self._launched.append((cell, layers, after))
+        elif layers is not None:
+            self._send(cell, layers, None)
+
+    def _send(self, cell: _Cell, layers: tuple[int, int], after: Event | None) -> None:
+        assert self._prefill is not None
         sending = self._sending.get(cell.chunk.request_id)
-        if layers is not None and sending is not None and not sending.drained:
+        if sending is not None and not sending.drained:
             component = cell.block_rows.component
             rows = cell.rows[0], min(cell.rows[1], component.rows(sending.tokens))
             self._prefill.push(
-                sending.room, cell.pages, rows=rows, layers=layers, component=component.name, after=event()
+                sending.room, cell.pages, rows=rows, layers=layers, component=component.name, after=after
             )  # fmt: skip
 
     # Events

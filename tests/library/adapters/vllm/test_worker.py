@@ -236,6 +236,22 @@ def test_layers_of_a_large_chunk_leave_in_cells_that_are_large_enough(
     assert len(events.made) == 2
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_cells_of_a_gpu_leave_when_the_step_has_been_launched(
+    site: Site, monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    """On a CPU what is reported is computed, and leaves at once."""
+    monkeypatch.setattr(cell_sizes, "WHOLE_BYTES_MAX", 0)
+    monkeypatch.setattr(worker, "CELL_BYTES_MIN", 1)
+    pushed, make = list[tuple[int, int]](), LateEvents().make if gpu else lambda: None
+    site.prefill[0].client.push = lambda *_, layers, **__: pushed.append(layers)
+    site.prefill[0].begin(opens=[Open("p", "room", 40)], chunks=[chunk("p", SOURCE)])
+    site.prefill[0].side.save(NAMES[0], make)
+    assert pushed == ([] if gpu else [(0, 1)])
+    site.prefill[0].side.end(make)
+    assert pushed == [(0, 1), (1, 2), (2, 3)]
+
+
 def test_a_layer_leaves_with_no_other_group_that_has_a_part_of_it() -> None:
     names = ["model.layers.0.attn", "model.layers.0.indexer"]
     cache = np.zeros((2, *SHAPE[1:]), np.float32)

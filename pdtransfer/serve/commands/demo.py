@@ -36,7 +36,7 @@ from ...errors import ConfigError, PDTransferError, WorldError
 from ...kernels import driver
 from ...limits import Limits
 from ..process.fleet import Fleet
-from ..process.signals import end_with_parent
+from ..process.signals import end_with_parent, until_signalled
 from ..settings.node import BUILT_IN, REFERENCE
 from ..settings.router import RouterConfig
 from ..settings.worker import SOCKET_DIRECTORY_LENGTH_MAX, DecodeConfig, PrefillConfig
@@ -85,13 +85,10 @@ def run(config: DemoConfig) -> int:
     for number in config.cards:
         if number is not None:
             driver.check(number)
-    return uvloop.run(_run(config))
+    return uvloop.run(until_signalled(_run(config)))
 
 
 async def _run(config: DemoConfig) -> int:
-    """SIGTERM or closing the terminal stops the daemons too, as Ctrl-C does."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, sys.exit, 128 + number)
     with tempfile.TemporaryDirectory(prefix="pdtransfer-demo-") as folder:
         logs = Path(folder)
         try:

@@ -6,10 +6,11 @@ import asyncio
 import ctypes
 import logging
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ...bus.keys import AllowList
 from ...errors import Cause, ConfigError
@@ -29,6 +30,24 @@ _libc = ctypes.CDLL(None)
 def end_with_parent() -> None:
     """Makes a child process receive SIGTERM when the thread that started it ends, for whatever reason."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+async def until_signalled(work: Coroutine[Any, Any, int]) -> int:
+    """Returns the status of `work`. Ctrl-C, SIGTERM or SIGHUP cancels it, and a second one later ends the process at
+    once. No other task is cancelled by the first, so a child process that is just being started is not lost."""
+    loop, task, signalled = asyncio.get_running_loop(), asyncio.ensure_future(work), list[tuple[int, float]]()
+
+    def end(number: int) -> None:
+        signalled.append((128 + number, time.monotonic()))
+        if len(signalled) == 1:
+            task.cancel()
+        elif signalled[-1][1] >= signalled[0][1] + HURRY_S:
+            sys.exit(128 + number)
+
+    for number in (*_NUMBERS, signal.SIGHUP):
+        loop.add_signal_handler(number, end, number)
+    await asyncio.wait([task])
+    return signalled[0][0] if task.cancelled() and signalled else task.result()
 
 
 class StopEvent(asyncio.Event):

@@ -577,6 +577,33 @@ def arena_of(pid: int) -> list[np.ndarray]:
     return []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_daemon_that_is_just_being_started_is_stopped_as_well(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is there, and the start has not returned it: twice the signal, as timeout(1) sends it."""
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/sh\ntrap 'echo stopped >>{tmp_path}/stopped; exit' TERM\nwhile :; do sleep 0.02; done\n"
+    )
+    program.chmod(0o755)
+    create, processes = asyncio.create_subprocess_exec, list[asyncio.subprocess.Process]()
+
+    async def created(*arguments: Any, **more: Any) -> asyncio.subprocess.Process:
+        processes.append(await create(*arguments, **more))
+        await asyncio.sleep(0.2)
+        for _ in range(2):
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.05)
+        return processes[0]
+
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", created)
+    assert run(CONFIG) == 128 + number
+    assert (tmp_path / "stopped").read_text() == "stopped\n"
+    assert [process.returncode for process in processes] == [0]
+
+
 @pytest.mark.slow
 def test_a_stopped_demo_stops_its_daemons() -> None:
     demo = start("--requests", "4")

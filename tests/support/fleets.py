@@ -209,14 +209,9 @@ class Site:
             names = ("pdtransfer_rooms", "pdtransfer_grants")
         else:
             names = (
-                "pdtransfer_rooms",
-                "pdtransfer_rooms_queued",
-                "pdtransfer_leases",
-                "pdtransfer_quarantined_bytes",
-                "pdtransfer_inflight_bytes",
-                "pdtransfer_hisparse_running",
-                "pdtransfer_hisparse_waiting",
-            )
+                "pdtransfer_rooms", "pdtransfer_rooms_queued", "pdtransfer_leases", "pdtransfer_quarantined_bytes",
+                "pdtransfer_inflight_bytes", "pdtransfer_hisparse_running", "pdtransfer_hisparse_waiting",
+            )  # fmt: skip
         held = {name: m[name] for name in names if m.get(name)}
         if daemon.role == "decode" and (used := m["pdtransfer_slots"] - m["pdtransfer_slots_free"]):
             held["slots"] = used

@@ -50,16 +50,9 @@ def test_a_plan_prints_the_smallest_fleet(trace: Path, tmp_path: Path, capsys: p
     assert plan["prefill"] > 1
     assert plan["a_worker"]["decode_slots"] > 0
     smaller = [
-        "--simulate",
-        "--prefill",
-        str(plan["prefill"] - 1),
-        "--decode",
-        str(plan["decode"]),
-        "--slo-ttft-ms",
-        "300",
-        "--slo-itl-ms",
-        "15",
-    ]
+        "--simulate", "--prefill", str(plan["prefill"] - 1), "--decode", str(plan["decode"]), "--slo-ttft-ms", "300",
+        "--slo-itl-ms", "15",
+    ]  # fmt: skip
     assert main(["replay", str(trace), *smaller, "--model", str(tmp_path), *RATES, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["good_share"] < 0.95, "a smaller one does not do"
 

@@ -287,8 +287,7 @@ def test_a_register_that_is_wrong_in_itself_never_gets_to_a_session(path: tuple,
 BAD_ENDS: dict[str, tuple[Callable[[Grant], Message], str]] = {
     "too many bytes": (lambda g: Landed(g.session, g.grant, 241, b""), "Landed.kv_bytes: 241, the grant is 240"),
     "a number never granted": (
-        lambda g: Landed(g.session, g.grant + 1, 240, b""),
-        "Landed.grant: 2 was never granted, the next is 2",
+        lambda g: Landed(g.session, g.grant + 1, 240, b""), "Landed.grant: 2 was never granted, the next is 2",
     ),
     "a failure never granted": (
         lambda g: Failed(g.session, 99, "engine", "", quiescent=True),
@@ -300,7 +299,7 @@ BAD_ENDS: dict[str, tuple[Callable[[Grant], Message], str]] = {
         f"Registered.bytes_ready: {ARENA_BYTES + 1}, the arena has {ARENA_BYTES}",
     ),
     "a word of decode": (lambda g: Abort(g.session, g.grant), "kind: Abort is not a message from prefill to decode"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("lie", "named"), BAD_ENDS.values(), ids=BAD_ENDS)

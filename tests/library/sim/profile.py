@@ -100,31 +100,17 @@ def draw(seed: int, kind: str | None = None) -> Profile:
     kind = kind or KINDS[seed % len(KINDS)]
     small = rng.choice([128, 256])
     base = Profile(
-        name=kind,
-        decodes=rng.randint(1, 2),
-        prefills=rng.randint(1, 3),
-        rooms=rng.randint(20, 40),
-        arena_tokens=1024,
-        span=rng.choice([0.2, 2.0]),
-        skew=rng.choice([0.0, 0.01, 0.05]),
-        delay=rng.choice([0.0002, 0.005]),
-        write=rng.choice([0.0001, 0.01, 0.1]),
-        abort=rng.choice([0.0, 0.1]),
-        window=rng.choice([2, 8, 64]),
-    )
+        name=kind, decodes=rng.randint(1, 2), prefills=rng.randint(1, 3), rooms=rng.randint(20, 40), arena_tokens=1024,
+        span=rng.choice([0.2, 2.0]), skew=rng.choice([0.0, 0.01, 0.05]), delay=rng.choice([0.0002, 0.005]),
+        write=rng.choice([0.0001, 0.01, 0.1]), abort=rng.choice([0.0, 0.1]), window=rng.choice([2, 8, 64]),
+    )  # fmt: skip
     lossy = replace(
-        base,
-        loss=rng.choice([0.0, 0.05, 0.2, 0.4]),
-        duplicate=rng.choice([0.1, 0.4]),
-        delay_tail=rng.choice([0.0, 1.0, 2.5]),
-        write_tail=rng.choice([0.5, 1.5, 2.5]),
-        write_fails=rng.choice([0.0, 0.02, 0.1]),
-        write_unknown=rng.choice([0.0, 0.0, 0.01]),
-        abort=rng.choice([0.05, 0.2, 0.5]),
-        opens_late=rng.choice([0.2, 0.7]),
-        engine_skips=rng.choice([0.0, 0.05]),
+        base, loss=rng.choice([0.0, 0.05, 0.2, 0.4]), duplicate=rng.choice([0.1, 0.4]),
+        delay_tail=rng.choice([0.0, 1.0, 2.5]), write_tail=rng.choice([0.5, 1.5, 2.5]),
+        write_fails=rng.choice([0.0, 0.02, 0.1]), write_unknown=rng.choice([0.0, 0.0, 0.01]),
+        abort=rng.choice([0.05, 0.2, 0.5]), opens_late=rng.choice([0.2, 0.7]), engine_skips=rng.choice([0.0, 0.05]),
         deadline=(0.5, 8.0),
-    )
+    )  # fmt: skip
     match kind:
         case "quiet" | "lossy":
             return base if kind == "quiet" else lossy

@@ -37,11 +37,8 @@ async def test_a_completion_carries_its_usage_and_the_extension(site: Site) -> N
     assert answer["model"] == "m"
     assert answer["choices"] == [{"index": 0, "text": "cbacbac", "logprobs": None, "finish_reason": "length"}]
     assert answer["usage"] == {
-        "prompt_tokens": 3,
-        "completion_tokens": 7,
-        "total_tokens": 10,
-        "prompt_tokens_details": {"cached_tokens": 2},
-    }
+        "prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 2},
+    }  # fmt: skip
     room = f"{site.decode[0].begun[0].room:016x}"
     assert answer["pdtransfer"] == {
         "room": room, "kv_bytes": 640, "copy_us": 12, "handoff_us": 42.5, "tokens_digest": "01", "logits_digest": "02",

@@ -96,14 +96,9 @@ class Decode(Worker):
 
     def _register(self, session: Session) -> None:
         self.repeat(
-            ("Register", session.number),
-            session.link,
-            "Register",
-            session=session.number,
-            components=self.components,
-            reach=self.arena.reach(session.number),
-            enable_hisparse=self.sparse,
-        )
+            ("Register", session.number), session.link, "Register", session=session.number, components=self.components,
+            reach=self.arena.reach(session.number), enable_hisparse=self.sparse,
+        )  # fmt: skip
 
     def on_registered(self, link: Link, registered: Fields) -> None:
         session = self._session(link, registered)

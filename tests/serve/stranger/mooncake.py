@@ -39,14 +39,9 @@ class Arena:
 
     def reach(self, session: int) -> Fields:
         return {
-            "transport": "mooncake",
-            "host": f"127.0.0.1:{self.engine.get_rpc_port()}",
-            "address": "",
-            "token": b"",
-            "base": self.base,
-            "arena_bytes": self.size,
-            **self.hbm,
-        }
+            "transport": "mooncake", "host": f"127.0.0.1:{self.engine.get_rpc_port()}", "address": "", "token": b"",
+            "base": self.base, "arena_bytes": self.size, **self.hbm,
+        }  # fmt: skip
 
     def read(self, at: int, size: int) -> bytes:
         return self.memory[at : at + size]

@@ -75,15 +75,9 @@ class Peer:
         self.context = zmq.Context()
         self.incarnation = secrets.randbits(64)
         self.identity = {
-            "node": self.node,
-            "role": self.role,
-            "incarnation": self.incarnation,
-            "ranks": {},
-            "model": self.model,
-            "weights": self.weights,
-            "window": 256,
-            **self.identity,
-        }
+            "node": self.node, "role": self.role, "incarnation": self.incarnation, "ranks": {}, "model": self.model,
+            "weights": self.weights, "window": 256, **self.identity,
+        }  # fmt: skip
         self.dialled: dict[str, Link] = {}
         self.accepted: dict[bytes, Link] = {}
         self.repeated: dict[tuple, Repeated] = {}

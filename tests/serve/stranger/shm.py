@@ -60,14 +60,9 @@ class Arena:
         """The same for each repeat of a session's Register."""
         token = self.tokens.setdefault(session, secrets.token_bytes(32))
         return {
-            "transport": "shm",
-            "host": " ".join(place()[:2]),
-            "address": self.address,
-            "token": token,
-            "base": 0,
-            "arena_bytes": self.size,
-            **self.hbm,
-        }
+            "transport": "shm", "host": " ".join(place()[:2]), "address": self.address, "token": token, "base": 0,
+            "arena_bytes": self.size, **self.hbm,
+        }  # fmt: skip
 
     def _hand_over(self) -> None:
         """One request, one reply: whatever is wrong ends the connection without a byte."""

@@ -99,19 +99,11 @@ class Router:
         config, recent = self._config, self.recent
         workers = self.backend.workers_status()
         router = RouterStatus(
-            node=config.node,
-            version=__version__,
-            engine=config.engine if config.relays else "pdtransfer",
-            ready=self._ready,
-            draining=self.open_requests.draining,
-            overloaded=self.delay.overloaded,
-            uptime_s=recent.uptime_s,
-            requests_open=self.open_requests.count,
-            requests_s=recent.requests_s,
-            answers=dict(recent.answers),
-            first_token_ms=recent.first_token_ms(),
-            **self.backend.state(),
-        )
+            node=config.node, version=__version__, engine=config.engine if config.relays else "pdtransfer",
+            ready=self._ready, draining=self.open_requests.draining, overloaded=self.delay.overloaded,
+            uptime_s=recent.uptime_s, requests_open=self.open_requests.count, requests_s=recent.requests_s,
+            answers=dict(recent.answers), first_token_ms=recent.first_token_ms(), **self.backend.state(),
+        )  # fmt: skip
         failures = list(recent.failures)
         return FleetStatus(
             time=time.time(), router=router, totals=TotalsStatus.of(workers), workers=workers, failures=failures

@@ -166,28 +166,16 @@ class Choice:
         # Without an End of decode the router ended the answer itself, at a stop string.
         success = "stop" if decode is None else decode.reason
         return self.client.record(
-            rooms=(end.id,),
-            prefill=end.prefill_node,
-            decode=end.decode_node,
-            prompt_tokens=end.prompt_tokens,
-            tokens=self._room_tokens,
-            reason=success if end.cause is None else "",
-            cause=end.cause,
-            detail=end.detail,
-            retried=end.next_room is not None,
-            resumptions=end.resumptions,
-            enable_hisparse=end.enable_hisparse,
-            total_s=now - self._room_began_s,
-            first_token_s=first_s,
+            rooms=(end.id,), prefill=end.prefill_node, decode=end.decode_node, prompt_tokens=end.prompt_tokens,
+            tokens=self._room_tokens, reason=success if end.cause is None else "", cause=end.cause, detail=end.detail,
+            retried=end.next_room is not None, resumptions=end.resumptions, enable_hisparse=end.enable_hisparse,
+            total_s=now - self._room_began_s, first_token_s=first_s,
             spans=spans_of(end.id, first_s, now - self._room_began_s),
             cached_tokens=decode.prefix if decode is not None and decode.reason in SUCCESSES else None,
-            kv_bytes=0 if decode is None else decode.kv_bytes,
-            queue_s=_seconds(prefill, "queue_us"),
-            prefill_s=_seconds(prefill, "compute_us"),
-            transfer_s=_seconds(prefill, "transfer_us"),
-            admission_s=_seconds(decode, "admission_us"),
-            copy_s=_seconds(prefill, "copy_us"),
-        )
+            kv_bytes=0 if decode is None else decode.kv_bytes, queue_s=_seconds(prefill, "queue_us"),
+            prefill_s=_seconds(prefill, "compute_us"), transfer_s=_seconds(prefill, "transfer_us"),
+            admission_s=_seconds(decode, "admission_us"), copy_s=_seconds(prefill, "copy_us"),
+        )  # fmt: skip
 
     @property
     def waiting(self) -> int:

@@ -55,7 +55,7 @@ SGLANG_SINCE = {
         "speculation with a drafter that has KV: SGLang does not report which buffers are the drafter's",
     ),
     "destinations": Since(
-        "0.5.21", f"{_SRT}.base.conn:KVTransferDestination", "receiving into host memory, but for HiSparse"
+        "0.5.21", f"{_SRT}.base.conn:KVTransferDestination.HOST", "receiving into host memory, but for HiSparse"
     ),
     "transfer_buffers": Since("0.5.21", f"{_SRT}.utils:get_kv_transfer_buf_infos"),
     "prealloc_ceiling": Since("0.5.21"),  # of an allocator whose parts share their bytes

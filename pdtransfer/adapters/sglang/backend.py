@@ -32,7 +32,7 @@ from ..kit.peers import Reachable, Remembered, RequestError
 from ..kit.rank import Rank
 from . import dialect, process
 from .decode import ReceivingSide
-from .options import ELSEWHERE, check_options, speculation
+from .options import ELSEWHERE, speculation
 from .peers import check_room, rank_fields, sources_of
 from .pools import (
     KV,
@@ -70,8 +70,6 @@ class Manager(dialect.KVManager):
     def __init__(self, args: Any, mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False) -> None:
         # What this package logs goes where SGLang's own lines go.
         logging.getLogger("pdtransfer").setLevel(logging.getLogger("sglang").getEffectiveLevel())
-        dialect.check_features(server_args)
-        check_options(server_args)
         self._settings = process.settings()
         self._side: SendingSide | ReceivingSide | None = None  # once it runs
         self.refusals = Remembered[str, str](ADDRESSES_MAX)  # why prefill servers were refused, by their address
@@ -154,9 +152,11 @@ class Manager(dialect.KVManager):
         return memory, process.extent or extent_of([kv_buffers(self.kv_args), *state_buffers(self.kv_args)], device)
 
     def _rank(self, memory: CacheMemory, extent: Extent) -> Rank:
+        facts, rows = self._facts(), "pages" if has_rows_of_pages(self.kv_args) else "tokens"
+        shown = named_facts(facts, rows=rows, engine=f"SGLang {version('sglang')}")
         return Rank(
             settings=self._settings, name=f"{socket.gethostname()[:64]}-{os.getpid()}", number=self._number(),
-            ranks=self._ranks, facts=self._facts(), shown=self._shown_facts(), memory=memory, extent=extent,
+            ranks=self._ranks, facts=facts, shown=shown, memory=memory, extent=extent,
             model=str(self.server_args.served_model_name or self.server_args.model_path),
         )  # fmt: skip
 
@@ -215,11 +215,6 @@ class Manager(dialect.KVManager):
         )  # fmt: skip
         facts |= self._speculation | self._states_fact
         return facts | ({"kv_layout": getattr(self.kv_args, "kv_layout", None)} if self._is_compressed else {})
-
-    def _shown_facts(self) -> dict[str, str]:
-        """The same by the names that peers see where one differs."""
-        rows = "pages" if has_rows_of_pages(self.kv_args) else "tokens"
-        return named_facts(self._facts(), rows=rows, engine=f"SGLang {version('sglang')}")
 
     @property
     def _cache_dtype(self) -> str:
@@ -423,8 +418,7 @@ class Receiver(dialect.KVReceiver):
 
     def send_metadata(
         self, kv_indices: Any, aux_index: int | None = None, state_indices: Any = None,
-        decode_prefix_len: int | None = None, destination: Any = dialect.KVTransferDestination.DEVICE,
-        device_kv_indices: Any = None, **_: Any,
+        decode_prefix_len: int | None = None, destination: str = "device", device_kv_indices: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         """The request has its pages: they may be written from now on."""
         if self.bootstrap_infos is None:
@@ -435,7 +429,7 @@ class Receiver(dialect.KVReceiver):
             self._asked = True
             self.kv_mgr.receiving.expect(
                 self.bootstrap_room, kv_indices, prefix=decode_prefix_len or 0, states=state_indices or [],
-                aux_index=aux_index, sources=sources, host=destination == dialect.KVTransferDestination.HOST,
+                aux_index=aux_index, sources=sources, host=destination == "host",
                 device_pages=device_kv_indices,
             )  # fmt: skip
         except (LocalProtocolError, RequestError) as error:

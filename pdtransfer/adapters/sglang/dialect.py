@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
-from enum import Enum
 from inspect import signature
 from typing import Any
 
@@ -32,13 +30,6 @@ DEFERS_RELEASES = "defers_releases" in HAS
 _HOST_RECEIVE = "disaggregation_decode_host_receive_threshold"
 # The attribute of a host buffer with its ranges that are registered with the GPU.
 REGISTERED_RANGES: str = getattr(pool_host, "_CUDA_HOST_REGISTERED_RANGES_ATTR", "")
-
-
-class _Destination(Enum):
-    DEVICE, HOST = "device", "host"
-
-
-KVTransferDestination: Any = base.KVTransferDestination if "destinations" in HAS else _Destination
 
 
 def check_features(server_args: Any) -> None:
@@ -125,12 +116,6 @@ def check_context_parallelism(manager: Any) -> None:
             raise ConfigError(f"{option}: a cache whose {part} are spread over ranks is not supported")
     if manager.attn_cp_size > 1 and manager.disaggregation_mode.value == "decode":
         raise ConfigError("attn_cp_size: SGLang's decode engines receive on one rank of context parallelism")
-
-
-def known_to(info: Any, answer: dict[str, Any]) -> dict[str, Any]:
-    """Those fields of a prefill server that PrefillServerInfo has in this version."""
-    names = {field.name for field in fields(info)}
-    return {name: value for name, value in answer.items() if name in names}
 
 
 class _OlderManager(common.CommonKVManager):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial, wraps
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed import ReduceOp
 from ..kit.cache_memory import CacheMemory, made_in_one_piece
 from ..kit.peers import RequestError
 from . import admission, dialect, process
-from .options import Ended, check_drafter, ended_here, ended_so_far
+from .options import Ended, check_options, ended_here, ended_so_far
 from .peers import NO_SERVER, dp_ranks, server_fields
 from .pools import Buffers, extent_of
 
@@ -81,7 +82,7 @@ def _receives_on_host() -> bool:
 def _init_memory_pools(original: Any, scheduler: Any) -> Any:
     """All caches are made: it is known which draft models have one. Raises ConfigError for what is not transferred."""
     dialect.check_features(scheduler.server_args)
-    check_drafter(scheduler.server_args, on_host=dialect.receives_on_host(get_disagg()))
+    check_options(scheduler.server_args, on_host=dialect.receives_on_host(get_disagg()))
     worker = getattr(scheduler, "draft_worker", None)
     process.draft_runners = dialect.draft_runners(worker, scheduler.server_args)
     process.draft_scope = partial(dialect.draft_scope, worker, scheduler.server_args)
@@ -266,7 +267,8 @@ def _init_server_info(original: Any, info: Any, /, *args: Any, **answer: Any) ->
         server = server_fields(answer)
     except RequestError as error:
         server, info.wrong = NO_SERVER, str(error)
-    original(info, **dialect.known_to(info, server))
+    names = {field.name for field in fields(info)}  # of this version's
+    original(info, **{name: value for name, value in server.items() if name in names})
 
 
 def _query_prefill_dp_ranks(original: Any, bootstrap_addr: str, bootstrap_rooms: list[int]) -> Any:

@@ -33,32 +33,31 @@ def speculation(server_args: Any, config_of: Callable[[str, str | None], Mapping
     return {"speculation": f"{drafter} {config_digest(config)}"}
 
 
-def check_drafter(server_args: Any, *, on_host: bool) -> None:
-    """Raises ConfigError for a drafter's KV in the host pool that requests land in (`on_host`). Peers can write to one
-    host pool, and SGLang makes the drafter's apart from the model's."""
-    if on_host and server_args.disaggregation_mode == "decode" and (drafter := drafter_with_kv(server_args)):
-        raise ConfigError(
-            f"disaggregation_decode_host_receive_threshold: the KV of a drafter ({drafter}) "
-            "cannot land in host memory. Leave out this option, or speculative_algorithm on both engines"
-        )
-
-
 Ended = Mapping[str, str]
 """Requests that have ended, and why each has failed; empty for one that has landed."""
 
 ELSEWHERE = "it failed at another rank of its decode engine"
 
 
-def check_options(server_args: Any) -> None:
-    """Raises ConfigError for what loads a request at one stage of a decode engine when the others do not know it.
-    Raises it for a prefill engine whose requests have pages that its cache on the device has not."""
+def check_options(server_args: Any, *, on_host: bool) -> None:
+    """Raises ConfigError for a prefill engine whose requests have pages that its cache on the device has not.
+
+    On decode it raises for what loads a request at one stage when the others do not know it. So it does for a
+    drafter's KV where requests land in the host pool (`on_host`). Peers can write to one, and SGLang makes the
+    drafter's apart from the model's.
+    """
     if server_args.disaggregation_mode == "prefill":
         if server_args.enable_hisparse:
             raise ConfigError("enable_hisparse: prefill cannot hand over from its host pool: use it on decode alone")
-    elif server_args.pp_size > 1:
-        for option in ("enable_hierarchical_cache", "enable_hisparse"):
-            if getattr(server_args, option):
-                raise ConfigError(f"{option}: stages of a decode engine do not agree yet when a request is loaded")
+        return
+    for option in ("enable_hierarchical_cache", "enable_hisparse"):
+        if server_args.pp_size > 1 and getattr(server_args, option):
+            raise ConfigError(f"{option}: stages of a decode engine do not agree yet when a request is loaded")
+    if on_host and (drafter := drafter_with_kv(server_args)):
+        raise ConfigError(
+            f"disaggregation_decode_host_receive_threshold: the KV of a drafter ({drafter}) "
+            "cannot land in host memory. Leave out this option, or speculative_algorithm on both engines"
+        )
 
 
 def ended_here(requests: Iterable[tuple[str, bool, bool, str]]) -> Ended:

@@ -45,14 +45,13 @@ WINDOW = "swa"  # the state of sliding windows
 MINIMAX_INDEX = "minimax_index_k"  # the state of MiniMax's sparse layers
 _TOKENS, _OWN_PAGES = CacheKind("token", "filled", "heads"), CacheKind("page", "whole", "own")
 _SAME_PAGES = CacheKind("page", "whole", "every")
-_V4 = "deepseek_v4."
-# By SGLang's names of states, those of DeepSeek V4 behind its own: what is not here cannot be transferred yet.
+# By SGLang's names of states: what is not here cannot be transferred yet.
 KINDS = {
     WINDOW: _TOKENS, "dsa": _SAME_PAGES, LINEAR: CacheKind("request", "whole", "shares"), MINIMAX_INDEX: _SAME_PAGES,
     "minimax_dense_kv": _OWN_PAGES, "qsa_pending": CacheKind("request", "whole", "own"), "qsa_compressed": _OWN_PAGES,
     "block_scale": _OWN_PAGES, "block_scale_swa": _OWN_PAGES,
-    f"{_V4}{WINDOW}": _SAME_PAGES, f"{_V4}c128_state": CacheKind("request", "whole", "every"),
 }  # fmt: skip
+KINDS_OF_V4 = {WINDOW: _SAME_PAGES, "c128_state": CacheKind("request", "whole", "every")}  # those of DeepSeek V4
 _RATIOS = {0, 4, 128}  # tokens of a row, in DeepSeek V4's layers; 0 for a window alone
 
 
@@ -151,7 +150,9 @@ class KVPools:
             raise ConfigError(f"{name}: {len(buffers.addresses)} buffers are not {' and '.join(kinds)} of each layer")
         count = heads.count
         self.replicas[name] = heads.replica(count)
-        rows = [_whole(name, item, self.page_size) for item in buffers.item_bytes]
+        if unfit := [item for item in buffers.item_bytes if not item or item % self.page_size]:
+            raise ConfigError(f"{name}: an item of {unfit[0]} bytes is not a page of {self.page_size} rows")
+        rows = [item // self.page_size for item in buffers.item_bytes]
         head_bytes = count * DTYPE_BYTES[dtype]
         # Keys and values may have unequal numbers: what a rank holds is one range of heads all the same.
         size = 1 if latent or dtype == OPAQUE else gcd(*(row // head_bytes for row in rows))
@@ -205,7 +206,7 @@ class KVPools:
         of_device = kv.part(fours, len(kv.addresses))
         add(DEVICE_KV, _SAME_PAGES, of_device, _kinds_of(ratios, ("c4_index", 4), ("c128", 128)))
         for name, buffers in states:
-            count, kind = len(buffers.addresses), KINDS[_V4 + name]
+            count, kind = len(buffers.addresses), KINDS_OF_V4[name]
             if name != WINDOW:
                 add(name, kind, buffers, _kinds_of(ratios, ("c128_state", 128)))
             elif name in self.replicas:
@@ -295,12 +296,11 @@ def _check(args: Any) -> None:
     if (aux_bytes := sum(args.aux_item_lens)) > AUX_BYTES_MAX:
         raise ConfigError(f"metadata of a request: {aux_bytes} bytes, must be at most {AUX_BYTES_MAX}")
     compressed = bool(_ratios(args))
-    known = {name.removeprefix(_V4) for name in KINDS if name.startswith(_V4) == compressed}
-    kinds = _kinds(args)
+    supported, kinds = KINDS_OF_V4 if compressed else KINDS, _kinds(args)
     for kind in kinds:
         # SGLang lists the windows of a draft model of DeepSeek V4's as a second state.
-        if kind not in known or kinds.count(kind) > (2 if compressed and kind == WINDOW else 1):
-            raise ConfigError(f"state {kind}: is not supported; must be one each of {', '.join(sorted(known))}")
+        if kind not in supported or kinds.count(kind) > (2 if compressed and kind == WINDOW else 1):
+            raise ConfigError(f"state {kind}: is not supported; must be one each of {', '.join(sorted(supported))}")
         if kind == WINDOW and not compressed and args.swa_kv_cache_layout != "nhd":
             raise ConfigError(f"state swa: its layout is {args.swa_kv_cache_layout}, must be nhd")
 
@@ -333,13 +333,6 @@ def _numbered(layers: Sequence[int]) -> list[Named]:
         kinds.append((f"item{counts[layer] or ''}", layer))
         counts[layer] += 1
     return kinds
-
-
-def _whole(name: str, item: int, page_size: int) -> int:
-    row, rest = divmod(item, page_size)
-    if rest or not row:
-        raise ConfigError(f"{name}: an item of {item} bytes is not a page of {page_size} rows")
-    return row
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -145,6 +145,7 @@ def test_decodes_receiver_takes_pages_of_the_host_and_of_the_device(monkeypatch:
     """Under the plugin's own manager: the last page has no row of 4."""
     backend = with_stand_ins("backend", monkeypatch, enable_hisparse=True, device="cpu")
     monkeypatch.setattr(backend.dialect, "require", lambda *_: None)
+    monkeypatch.setattr(backend, "version", lambda _: "0.5.23")
     pool, refused = CompressedPool(None, 4), list[str]()
     memory, extent = CacheMemory([len(pool.raw)]), extent_of([kv_buffers(pool.args)], None)
     pool.to_host(lambda size: memory.beside(extent, size).numpy())
@@ -152,7 +153,7 @@ def test_decodes_receiver_takes_pages_of_the_host_and_of_the_device(monkeypatch:
     monkeypatch.setattr(backend.process, "extent", extent)
     monkeypatch.setattr(backend, "sources_of", lambda *_: ["tcp://[::1]:1"])
     for name, does in {
-        "_facts": lambda _: {"cache": "uint8"}, "_shown_facts": lambda _: {},
+        "_facts": lambda _: {"cache": "uint8"},
         "_start_heartbeat_checker_thread": lambda _: None, "record_failure": lambda *given: refused.append(given[-1]),
     }.items():  # fmt: skip
         monkeypatch.setattr(backend.Manager, name, does, raising=False)

@@ -52,6 +52,7 @@ def make(configurator: Configurator, *, sizes: int, **_: object) -> Any:
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
     modules = with_stand_ins("hooks", monkeypatch)
+    modules.dialect.HAS |= {"draft_buffers"}
     monkeypatch.setattr(modules, "_is_ours", lambda: True)
     monkeypatch.setattr(modules, "_receives_on_host", lambda: False)
     monkeypatch.setattr(modules, "get_parallel", lambda: SimpleNamespace(pp_size=1))
@@ -86,8 +87,7 @@ def started(
     return hooks["init_memory_pools"](make_all, scheduler)
 
 
-def test_a_drafters_layers_lie_behind_the_models(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks["modules"].dialect, "check_features", lambda _: None)
+def test_a_drafters_layers_lie_behind_the_models(hooks: Any) -> None:
     drafter = Configurator(1, is_draft_worker=True)
     layers = started(hooks, ServerArgs("EAGLE"), worker_of(drafter), drafter)
     first = layers[0].data_ptr()
@@ -101,7 +101,6 @@ def test_with_hisparse_peers_can_write_each_tensor_of_the_host_and_a_drafters_la
 ) -> None:
     """The host pool is one tensor for each layer of 4, as DeepSeek V4's."""
     monkeypatch.setattr(hooks["modules"], "_receives_on_host", lambda: True)
-    monkeypatch.setattr(hooks["modules"].dialect, "check_features", lambda _: None)
     monkeypatch.setattr(hooks["modules"].dialect, "buffer_infos", lambda _: ([0], [0], [0]))
     for name in ("extent", "host_tensors", "host_memory"):
         monkeypatch.setattr(process, name, getattr(process, name))
@@ -123,7 +122,6 @@ def test_a_drafter_is_measured_in_the_scope_in_which_sglang_allocates_it(
     drafter: str, has_scope: bool, hooks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DFLASH's has other ranks than the model with DP attention, and so layers of other sizes."""
-    monkeypatch.setattr(hooks["modules"].dialect, "check_features", lambda _: None)
     configurator = Configurator(1, is_draft_worker=True)
 
     @contextmanager
@@ -145,8 +143,16 @@ def test_a_drafter_is_measured_in_the_scope_in_which_sglang_allocates_it(
 
 
 def test_a_version_without_it_is_refused_before_any_cache_is_made(hooks: Any) -> None:
+    hooks["modules"].dialect.HAS = frozenset()
     scheduler = SimpleNamespace(server_args=ServerArgs("EAGLE"), draft_worker=object())
     with pytest.raises(ConfigError, match=r"speculative_algorithm: SGLang 0\.5\.17 does not report"):
+        hooks["init_memory_pools"](lambda _: pytest.fail("a cache is made"), scheduler)
+
+
+def test_hisparse_on_prefill_is_refused_likewise(hooks: Any) -> None:
+    scheduler = SimpleNamespace(server_args=ServerArgs(disaggregation_mode="prefill", enable_hisparse=True))
+    text = r"(?m)^enable_hisparse: prefill cannot hand over from its host pool: use it on decode alone$"
+    with pytest.raises(ConfigError, match=text):
         hooks["init_memory_pools"](lambda _: pytest.fail("a cache is made"), scheduler)
 
 
@@ -155,9 +161,7 @@ def test_a_drafter_with_kv_is_refused_where_requests_land_on_the_host(
     drafter: str, hooks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any cache is made: the memory that is set aside has room for the model's host pool alone."""
-    dialect = hooks["modules"].dialect
-    monkeypatch.setattr(dialect, "check_features", lambda _: None)
-    monkeypatch.setattr(dialect, "receives_on_host", lambda _: True)
+    monkeypatch.setattr(hooks["modules"].dialect, "receives_on_host", lambda _: True)
     scheduler = SimpleNamespace(server_args=ServerArgs(drafter), draft_worker=object())
     text = rf"^disaggregation_decode_host_receive_threshold: the KV of a drafter \({drafter.upper()}\) cannot land in "
     with pytest.raises(ConfigError, match=text):
@@ -172,9 +176,7 @@ def test_a_drafter_with_kv_is_refused_where_requests_land_on_the_host(
 def test_other_drafters_and_engines_start(
     drafter: str | None, mode: str, on_host: bool, hooks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dialect = hooks["modules"].dialect
-    monkeypatch.setattr(dialect, "check_features", lambda _: None)
-    monkeypatch.setattr(dialect, "receives_on_host", lambda _: on_host)
+    monkeypatch.setattr(hooks["modules"].dialect, "receives_on_host", lambda _: on_host)
     worker = SimpleNamespace(**worker_of(Configurator(1, is_draft_worker=True)))
     scheduler = SimpleNamespace(server_args=ServerArgs(drafter, disaggregation_mode=mode), draft_worker=worker)
     assert hooks["init_memory_pools"](lambda _: "made", scheduler) == "made"

@@ -46,21 +46,18 @@ def test_states_without_layer_numbers_are_refused_with_pipeline_stages(
 
 
 @pytest.mark.parametrize(
-    ("mode", "of_cache", "text"),
+    ("of_cache", "text"),
     [
-        (DisaggregationMode.DECODE, {"states": ("minimax_index_k",)}, "MiniMax's sparse KV is not supported with it"),
-        (DisaggregationMode.PREFILL, {}, "prefill cannot hand over from its host pool: use it on decode alone"),
+        ({"states": ("minimax_index_k",)}, "MiniMax's sparse KV is not supported with it"),
         (
-            DisaggregationMode.DECODE, {"num_draft_entries": 2},
+            {"num_draft_entries": 2},
             "SGLang 0.5.17 does not report pages of the device beside the host's; 0.5.23 is the first that does",
         ),
     ],
-)  # fmt: skip
-def test_what_is_not_supported_with_hisparse_is_refused(
-    mode: DisaggregationMode, of_cache: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+)
+def test_what_hisparse_cannot_have_is_refused(of_cache: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=f"(?m)^enable_hisparse: {re.escape(text)}$"):
-        start(mode, monkeypatch, enable_hisparse=True, **of_cache)
+        start(DisaggregationMode.DECODE, monkeypatch, enable_hisparse=True, **of_cache)
 
 
 @pytest.mark.parametrize("is_below", [True, False], ids=["below the cache", "behind the cache"])

@@ -27,9 +27,9 @@ def test_what_loads_a_request_at_one_stage_alone_is_refused(option: str) -> None
         {option: True, "pp_size": 1},
         {"enable_hierarchical_cache": True, "disaggregation_mode": "prefill"},
     ):
-        check_options(ServerArgs(**{"pp_size": 2} | options | changed))
+        check_options(ServerArgs(**{"pp_size": 2} | options | changed), on_host=False)
     with pytest.raises(ConfigError, match=f"{option}: stages of a decode engine do not agree yet"):
-        check_options(ServerArgs(**{"pp_size": 2} | options | {option: True}))
+        check_options(ServerArgs(**{"pp_size": 2} | options | {option: True}), on_host=False)
 
 
 def test_what_has_not_ended_at_all_ranks_of_a_stage_has_not_ended_there() -> None:

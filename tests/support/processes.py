@@ -31,6 +31,11 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
+def mapped_files(pid: int) -> str:
+    """The files that a process has in its memory, its libraries among them."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
 def open_files(pid: int | str = "self") -> int:
     """How many descriptors it has. Garbage of earlier tests is collected first, since it may hold some."""
     if pid == "self":

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from tests.support.fleets import (
     prompts,
     running,
 )
-from tests.support.processes import open_files
+from tests.support.processes import mapped_files, open_files
 from tests.support.waiting import Running, standing, until
 
 Options = tuple[str, ...]
@@ -98,7 +97,7 @@ async def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_noth
         assert (answer.facts["prefill"], answer.facts["decode"]) == ("prefill-0", "decode-0")
     await site.settled()
     for daemon in (site.prefill, site.decode):
-        libraries = mapped(daemon.process.pid)
+        libraries = mapped_files(daemon.process.pid)
         assert "numpy" in libraries
         assert "libtorch" not in libraries
     prefill, decode = await asyncio.gather(*(site.metrics(daemon) for daemon in (site.prefill, site.decode)))
@@ -148,11 +147,6 @@ async def test_what_two_prompts_share_crosses_once_unless_their_salts_differ(opt
     await site.until(site.router, "pdtransfer_worker_slots_free{decode}", lambda free: free == SLOTS)
 
 
-def mapped(pid: int) -> str:
-    """The files that a process has in its memory."""
-    return Path(f"/proc/{pid}/maps").read_text()
-
-
 def text_of(expected: Generation) -> str:
     return bytes(token for token in expected.tokens if token < 256).decode("utf-8", "replace")
 
@@ -200,45 +194,11 @@ async def test_a_prompt_that_fits_to_the_last_slot_is_served(narrow: Site) -> No
     await narrow.served(text)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
-        ({"prompt": "x", "temperature": -1}, "temperature"),
-        ({"prompt": "x", "n": 0}, "n"),
-        ({"prompt": [-1]}, "prompt[0]"),
-        ({"prompt": ["two", 2]}, "prompt[1]"),
-    ],
-)
-async def test_a_bad_body_names_its_field(narrow: Site, body: dict[str, object], param: str) -> None:
-    answer = await narrow.complete(**body)  # pyright: ignore
-    assert answer.status == 400
-    assert answer.error["param"] == param
-    assert answer.error["type"] == "invalid_request_error"
-
-
 async def test_ids_that_the_model_has_not_are_refused_by_the_daemons(narrow: Site) -> None:
     answer = await narrow.complete([5, 4_000_000_000])  # pyright: ignore
     assert answer.status == 400
     assert "4000000000" in answer.error["message"]
     await narrow.settled()
-
-
-async def test_ids_are_as_good_as_text(narrow: Site) -> None:
-    (text,) = prompts(5, 30)
-    assert equal(await narrow.complete(list(text.encode())), generated(text))  # pyright: ignore
-
-
-async def test_a_request_for_hisparse_is_decoded_densely_where_no_decode_can_do_it_and_reports_that(
-    narrow: Site,
-) -> None:
-    answer = await narrow.complete("x", enable_hisparse=True)
-    assert answer.status == 200
-    assert answer.facts["enable_hisparse"] is False
 
 
 async def test_a_full_queue_is_429_with_retry_after_and_everybody_else_is_served(

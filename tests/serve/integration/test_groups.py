@@ -18,6 +18,7 @@ import pytest
 from pdtransfer.serve.process.fleet import Daemon
 from tests.support.fleets import ENGINE, Gates, Site, equal, followers, free_address, generated, prompts, running
 from tests.support.paths import REPO
+from tests.support.processes import mapped_files
 from tests.support.waiting import PATIENCE_S, Running, standing, until
 
 OPTIONS = ("layers=2", "kv_heads=1")
@@ -45,11 +46,6 @@ def group(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Ru
 
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-def maps(pid: int) -> str:
-    """The files that a process has mapped, its libraries among them."""
-    return Path(f"/proc/{pid}/maps").read_text()
 
 
 async def test_prompts_through_ranks_are_answered_as_by_one_process(group: Site) -> None:
@@ -208,8 +204,8 @@ async def test_no_rank_of_a_worker_without_a_model_loads_torch(group: Site) -> N
     await group.served(options=OPTIONS)
     for daemon in (group.prefill, group.decode):
         for pid in (daemon.process.pid, *followers(daemon)):
-            assert "numpy" in maps(pid)
-            assert "libtorch" not in maps(pid)
+            assert "numpy" in mapped_files(pid)
+            assert "libtorch" not in mapped_files(pid)
 
 
 @pytest.mark.full

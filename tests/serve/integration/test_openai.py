@@ -196,16 +196,8 @@ async def test_what_serves_beside_the_answers(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "code"),
-    [
-        ({"prompt": "x" * 1_000}, "prompt", "context_length_exceeded"),
-        ({"prompt": "x" * 990, "max_tokens": 11}, "max_tokens", "context_length_exceeded"),
-        ({"prompt": [5, 289]}, "prompt", None),
-        ({"prompt": "x", "logit_bias": {"289": 1}}, "logit_bias", None),
-    ],
+    ("body", "param"), [({"prompt": [5, 289]}, "prompt"), ({"prompt": "x", "logit_bias": {"289": 1}}, "logit_bias")]
 )
-async def test_what_the_model_has_not_is_refused_at_once(
-    site: Site, body: dict[str, Any], param: str, code: str | None
-) -> None:
+async def test_what_the_model_has_not_is_refused_at_once(site: Site, body: dict[str, Any], param: str) -> None:
     status, content = await post(site, TEXT, **body)
-    assert (status, content["error"]["param"], content["error"]["code"]) == (400, param, code)
+    assert (status, content["error"]["param"], content["error"]["code"]) == (400, param, None)

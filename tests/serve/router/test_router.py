@@ -97,6 +97,7 @@ BAD = [
     (b'{"prompt": []}', "prompt", "0 tokens"),
     (b'{"prompt": [[]]}', "prompt[0]", "0 tokens"),
     (b'{"prompt": 5}', "prompt", "int"),
+    (b'{"prompt": null}', "prompt", "null"),
     (b'{"prompt": ["a", 5]}', "prompt[1]", "Expected `str`, got `int`"),
     (b'{"prompt": [[5], "a"]}', "prompt[1]", "Expected `array`, got `str`"),
     (b'{"prompt": [5.5]}', "prompt[0]", "float"),

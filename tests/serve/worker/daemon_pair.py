@@ -25,7 +25,7 @@ from pdtransfer.serve.worker import engine_thread
 from pdtransfer.serve.worker.daemon import attach, create_engine
 from pdtransfer.serve.worker.decode_daemon import DecodeDaemon
 from pdtransfer.serve.worker.decode_rank import DecodeRank
-from pdtransfer.serve.worker.engine_thread import Order, Quit, follower_steps
+from pdtransfer.serve.worker.engine_thread import Generate, Order, Quit, follower_steps
 from pdtransfer.serve.worker.follower import Follower
 from pdtransfer.serve.worker.group.leader import GroupLeader
 from pdtransfer.serve.worker.prefill_daemon import PrefillDaemon
@@ -35,6 +35,7 @@ from tests.support.waiting import until
 
 OPTIONS = {"slots": 1_024, "listen": "", "engine_option": ("layers=1",)}
 TRACEPARENT = f"00-{'a1' * 16}-{'b2' * 8}-01"
+ROOM = 7
 TOKENS = 130  # two blocks of the prefix cache, and something
 
 
@@ -87,6 +88,17 @@ async def engine_of(daemon: PrefillDaemon | DecodeDaemon) -> AsyncIterator[threa
     finally:
         daemon.port.to_engine(Quit())
         await asyncio.to_thread(thread.join, 10)
+
+
+def orders(daemon: Any, kind: type[Any]) -> list[Any]:
+    return [order for order in daemon.port.poll() if isinstance(order, kind)]
+
+
+async def generates(daemon: Any, room: int = ROOM) -> int:
+    """Waits until the engine is to generate; the serial number that it gets."""
+    await until(lambda: daemon.rank.by_id[room].ready_ns)
+    (order,) = orders(daemon, Generate)
+    return order.request.room
 
 
 class Prefill:

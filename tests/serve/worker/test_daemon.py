@@ -53,24 +53,18 @@ def test_the_engine_gets_the_address_where_its_gpu_sees_the_arena(monkeypatch: p
     assert gpu.registered == {}
 
 
-def test_without_a_card_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, engine = FakeRegistrar(), Engine()
-    arena = started(monkeypatch, gpu, engine, "cpu")
-    assert engine.attached == [(4 * MIB, 0)]
-    assert gpu.log == []
-    arena.close()
-
-
 def test_an_engine_that_dies_after_its_loop_has_ended_is_no_error() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     daemon._call(loop, lambda: None)
 
 
-def test_without_a_card_hbm_is_a_range_of_the_arena_behind_its_dram(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(hbm_bytes=MIB + 5)
-    arena = started(monkeypatch, FakeRegistrar(), engine, "cpu")
-    assert engine.attached == [(4 * MIB, 0)]
+def test_without_a_card_nothing_is_registered_and_hbm_is_a_range_of_the_arena_behind_its_dram(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, engine = FakeRegistrar(), Engine(hbm_bytes=MIB + 5)
+    arena = started(monkeypatch, gpu, engine, "cpu")
+    assert (engine.attached, gpu.log) == ([(4 * MIB, 0)], [])
     assert isinstance(engine.hbm, memoryview)
     engine.hbm[:4] = b"hbm!"
     base = engine.description.hbm_base

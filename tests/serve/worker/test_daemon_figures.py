@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from pdtransfer.errors import Cause
-from pdtransfer.serve.engine_api import Finished, HotFigures, Token
-from pdtransfer.serve.worker.engine_thread import Generate
+from pdtransfer.serve.engine_api import Finished, Token
 from pdtransfer.wire import Begin, Cancel, Ping, Pong, Sampling, Tally, WorkerFigures, pack_ids
-from tests.serve.worker.daemon_pair import TOKENS, Routers, decode, prefill
-from tests.support.waiting import until
+from tests.serve.worker.daemon_pair import TOKENS, Routers, decode, generates, prefill
+from tests.support.waiting import PATIENCE_S
 
 NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers: rooms stay as they are
 
@@ -22,20 +20,12 @@ def figures(routers: Routers, router: str = "a") -> tuple[WorkerFigures, ...]:
     return pong.figures
 
 
-async def generates(daemon: Any) -> Generate:
-    """The order that decode's engine gets once a room is ready."""
-    orders: list[Any] = []
-    await until(lambda: orders.extend(daemon.port.poll()) or orders)
-    assert isinstance(orders[0], Generate)
-    return orders[0]
-
-
 async def test_a_room_that_has_landed_counts_on_both_sides(tmp_path: Path) -> None:
     async with prefill() as left, decode(tmp_path) as right:
         right.routers.send("a", left.begin("a", 7, "d0"))
         (before,) = figures(right.routers)
         assert before.rooms == (Tally("connecting", 1),)
-        local_id = (await generates(right)).request.room
+        local_id = await generates(right)
         end = await left.routers.over("a", 7)
         (sent,), (held,) = figures(left.routers), figures(right.routers)
         assert end.kv_bytes > 0
@@ -47,7 +37,7 @@ async def test_a_room_that_has_landed_counts_on_both_sides(tmp_path: Path) -> No
         right.rank.on_outcomes([*tokens, Finished(room=local_id, reason="length")])
         (done,) = figures(right.routers)
         assert (done.tokens, done.rooms_done, done.rooms) == (2, 1, ())
-        assert done.uptime_ms >= held.uptime_ms
+        assert held.uptime_ms <= done.uptime_ms < 1e3 * PATIENCE_S
         await left.drained()
 
 
@@ -60,23 +50,3 @@ async def test_failed_rooms_are_counted_and_a_stranger_gets_no_figures(tmp_path:
         (figure,) = figures(daemon.routers)
         assert (figure.rooms_done, figure.rooms_failed, figure.rooms_cancelled, figure.rooms) == (0, 2, 1, ())
         assert figures(daemon.routers, "stranger") == ()
-
-
-class Figured:
-    """An engine that reports these figures."""
-
-    figures = HotFigures(running=1, waiting=2, hits=3, misses=4, swapped_bytes=5)
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
-async def test_hisparse_figures_are_its_engines(tmp_path: Path) -> None:
-    sparse: dict[str, Any] = {"enable_hisparse": True, "engine_option": ("layers=1", "top_k=16"), "hot_tokens": 32}
-    async with decode(tmp_path, wrap=Figured, **sparse, device_slots=66, dense_slots=256) as daemon:
-        (figure,) = figures(daemon.routers)
-        assert (figure.hisparse_running, figure.hisparse_waiting) == (1, 2)
-        assert (figure.hot_hits, figure.hot_misses, figure.swapped_bytes) == (3, 4, 5)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pdtransfer.errors import Cause
 from pdtransfer.limits import Limits
 from pdtransfer.serve.engine_api import HotFigures
 from pdtransfer.serve.worker.daemon_metrics import DecodeMetrics
-from pdtransfer.wire import Begin, Sampling, pack_ids
+from pdtransfer.wire import Begin, Load, Sampling, pack_ids
 from tests.serve.worker.daemon_pair import decode
 from tests.support.waiting import until
 
@@ -57,12 +58,29 @@ async def test_a_request_that_could_never_run_is_refused_with_both_values(tmp_pa
         assert taken(daemon) == set()
 
 
-async def test_its_figures_are_metrics(tmp_path: Path) -> None:
+async def test_a_request_for_what_a_node_is_run_without_is_refused(tmp_path: Path) -> None:
+    async with decode(tmp_path) as daemon:
+        slots = {"sparse_slots_free": 1_024, "sparse_slots_total": 1_024}
+        assert daemon.load() == Load(True, False, 0, 0, 1_024, 1_024, rest_max=1_024, **slots)
+        most, dense = daemon.rank.rest_max, begin(2, sparse=False)
+        daemon.routers.send("a", begin(1), replace(dense, rest_max=most + 1), replace(dense, room=3, rest_max=most))
+        details = [(await daemon.routers.over("a", room)).detail for room in (1, 2)]
+        assert details == [
+            "enable_hisparse: the request wants it, this node is run without it",
+            f"rest_max: {most + 1}, this node computes at most {most} prompt tokens",
+        ]
+        assert taken(daemon) == {3}
+
+
+async def test_its_engines_figures_are_metrics_and_its_own(tmp_path: Path) -> None:
     figures = HotFigures(
         running=1, waiting=2, hits=3, misses=4, swapped_bytes=5, preloaded_bytes=6, retracts=7, admission_bytes=8
     )
     async with decode(tmp_path, **SPARSE) as daemon:
-        registry = CollectorRegistry()
+        daemon._engine.model.hot.figures = figures
+        own, registry = daemon.figures(), CollectorRegistry()
+        assert (own.hisparse_running, own.hisparse_waiting) == (1, 2)
+        assert (own.hot_hits, own.hot_misses, own.swapped_bytes) == (3, 4, 5)
         DecodeMetrics(daemon.node, registry, lambda: figures)
         lines = generate_latest(registry).decode().splitlines()
     for line in (

@@ -10,10 +10,8 @@ from pdtransfer.errors import Cause
 from pdtransfer.serve.tracing.ended_request import TraceContext
 from pdtransfer.wire import Cancel as CancelRoom
 from pdtransfer.wire import Load
-from tests.serve.worker.daemon_pair import TOKENS, decode, engine_of, prefill
+from tests.serve.worker.daemon_pair import ROOM, TOKENS, decode, engine_of, prefill
 from tests.support.waiting import until
-
-ROOM = 7
 
 
 async def test_both_workers_record_a_room_once_with_the_parts_of_its_time(directory: Path) -> None:
@@ -46,7 +44,7 @@ async def test_both_workers_record_a_room_once_with_the_parts_of_its_time(direct
         assert of_decode.queue_s + of_decode.admission_s <= of_decode.first_token_s <= of_decode.total_s
         recorded = written.queue_us, written.compute_us, written.transfer_us
         assert recorded == tuple(max(1, round(1e6 * (part or 0))) for part in parts)
-        assert written.admission_us == 0
+        assert (written.admission_us, of_prefill.copy_s) == (0, written.copy_us / 1e6)
         assert generated.admission_us == max(1, round(1e6 * of_decode.admission_s))
 
 

@@ -122,10 +122,10 @@ class Decode(Engine):
         self.rooms[request.room] = request
 
 
-def computed(request: Request, *, pages: int | None = None) -> list:
+def computed(request: Request) -> list:
     tokens = len(request.prompt)
-    count = -(-tokens // PAGE) if pages is None else pages
-    cell = Computed(room=request.room, component="kv", rows=(4, tokens), layers=(0, 2), pages=np.arange(count) + 7)
+    pages = np.arange(-(-tokens // PAGE)) + 7
+    cell = Computed(room=request.room, component="kv", rows=(4, tokens), layers=(0, 2), pages=pages)
     return [cell, Prefilled(room=request.room, aux=b"aux")]
 
 
@@ -186,8 +186,14 @@ def site(made: Site) -> Iterator[Site]:
 
 
 def test_a_prompts_cells_come_as_slots_of_its_pages_and_then_its_aux(prefill: Site) -> None:
+    def apart(request: Request) -> list:
+        cell, prefilled = computed(request)
+        return [replace(cell, layers=(0, 1)), replace(cell, layers=(1, 2)), prefilled]
+
+    prefill.engine.made = apart
     prefill.send(Compute(request(1, tokens=20)))
     prefill.until(lambda: len(prefill.of(1)) == 2)
+    assert [each.room for each in prefill.stepped] == [1, 1], "the room's first and last step"
     offered, prefilled = prefill.of(1)
     assert isinstance(offered, Offered)
     assert (offered.cell.component, offered.cell.first_row, offered.cell.layers) == ("kv", 4, (0, 2))
@@ -212,6 +218,7 @@ def test_cells_that_an_engine_reports_early_are_offered_before_its_step_returns(
         early.engine.gate.set()
     early.until(lambda: len(early.of(1)) == 2)
     assert early.of(1)[1] == Prefilled(room=1, aux=b"aux")
+    assert [each.room for each in early.stepped] == [1, 1]
 
 
 def test_rows_of_a_window_may_begin_within_their_first_page(prefill: Site) -> None:
@@ -272,26 +279,22 @@ def test_pages_are_freed_by_the_engines_thread(prefill: Site) -> None:
     assert prefill.engine.threads == {prefill.thread.ident}
 
 
-def test_an_engine_whose_pages_do_not_fit_its_rows_breaks_that_room_alone(prefill: Site) -> None:
-    prefill.engine.made = lambda each: computed(each, pages=1 if each.room == 1 else None)
-    prefill.send(Compute(request(1, 20)), Compute(request(2, 20)))
-    prefill.until(lambda: len(prefill.of(2)) == 2)
-    broken = prefill.of(1)[0]
-    assert isinstance(broken, Broken)
-    assert "20" in broken.detail
-    assert "1 pages of 16" in broken.detail
-    assert isinstance(prefill.of(2)[0], Offered)
-
-
-def test_an_engine_that_names_a_component_it_has_not_breaks_that_room_alone(prefill: Site) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "detail"),
+    [
+        ({"pages": np.arange(1)}, "the engine's pages: tokens: 20 do not end in the last of 1 pages of 16"),
+        ({"component": "kw"}, "the engine's cell: component 'kw' must be one of kv"),
+    ],
+)
+def test_an_engine_whose_cell_is_wrong_breaks_that_room_alone(prefill: Site, wrong: Any, detail: str) -> None:
     def made(request: Request) -> list:
         cell, prefilled = computed(request)
-        return [replace(cell, component="kw"), prefilled] if request.room == 1 else [cell, prefilled]
+        return [replace(cell, **(wrong if request.room == 1 else {})), prefilled]
 
     prefill.engine.made = made
     prefill.send(Compute(request(1, 20)), Compute(request(2, 20)))
     prefill.until(lambda: len(prefill.of(2)) == 2)
-    assert prefill.of(1)[0] == Broken(room=1, detail="the engine's cell: component 'kw' must be one of kv")
+    assert prefill.of(1)[0] == Broken(room=1, detail=detail)
     assert isinstance(prefill.of(2)[0], Offered)
     assert not prefill.died
 
@@ -311,8 +314,7 @@ def test_a_room_that_the_engine_refuses_is_broken_and_others_go_on(decode: Site)
 
 
 def test_cancel_is_answered_once_the_engine_has_dropped_the_room(decode: Site) -> None:
-    seen: list[bool] = []
-    cancel = decode.engine.cancel
+    seen, cancel = list[bool](), decode.engine.cancel
     decode.engine.cancel = lambda room: (
         cancel(room),
         seen.append(any(isinstance(e, Dropped) for e in decode.outcomes)),
@@ -337,7 +339,7 @@ def test_an_engine_that_breaks_down_ends_the_thread_and_reports_why(
     assert "the engine broke down" in caplog.text
 
 
-def test_the_orders_of_no_step_are_longer_than_one_frame() -> None:
+async def test_the_orders_of_no_step_are_longer_than_one_frame() -> None:
     announced, port = list[list[Order]](), ThreadQueues[Order]()
     orders = [Generate(request(room), {}, bytes(AUX_BYTES_MAX)) for room in range(100)]
     for order in orders:
@@ -345,9 +347,8 @@ def test_the_orders_of_no_step_are_longer_than_one_frame() -> None:
     steps, done = leader_steps(Engine(), port, announced.append), list[Order]()
     while len(done) < len(orders):
         done += next(steps)
-    port.attach(loop := asyncio.new_event_loop())
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
+    port.attach(asyncio.get_running_loop())
+    await asyncio.sleep(0)
     port.close()
     assert done == orders
     assert [order for step in announced for order in step] == orders
@@ -357,7 +358,7 @@ def test_the_orders_of_no_step_are_longer_than_one_frame() -> None:
         assert wire.decode(wire.encode(StepOrders(1, step_orders))) == StepOrders(1, step_orders)
 
 
-def test_a_call_among_the_orders_of_a_follower_comes_back_behind_what_the_steps_before_it_made() -> None:
+async def test_a_call_among_the_orders_of_a_follower_comes_back_behind_what_the_steps_before_it_made() -> None:
     engine, port, seen = Decode(made=generated), ThreadQueues[Any](), list[str]()
     work = DecodeThread(
         engine, port, lambda outcomes: seen.extend(type(outcome).__name__ for outcome in outcomes), follower_steps(port)
@@ -367,9 +368,8 @@ def test_a_call_among_the_orders_of_a_follower_comes_back_behind_what_the_steps_
     port.to_engine([Drop(1)])
     port.to_engine([Quit()])
     engine_thread.start(work, lambda _: None).join(60)
-    port.attach(loop := asyncio.new_event_loop())
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
+    port.attach(asyncio.get_running_loop())
+    await asyncio.sleep(0)
     port.close()
     assert (seen.index("Token") < seen.index("call") < seen.index("Dropped"), seen.count("call")) == (True, 1)
     assert engine.calls == [("admit", 1), ("cancel", 1)]

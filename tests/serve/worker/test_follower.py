@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from prometheus_client import CollectorRegistry
 from pdtransfer.client.settings import NodeSettings
 from pdtransfer.client.thread_queues import ThreadQueues
 from pdtransfer.errors import Cause, RemoteProtocolError
+from pdtransfer.limits import TEXT_LENGTH_MAX
 from pdtransfer.serve.settings.worker import PrefillConfig
 from pdtransfer.serve.tracing.timeline import Journeys
 from pdtransfer.serve.worker.daemon import create_engine
 from pdtransfer.serve.worker.engine_thread import Free, Order, follower_steps
+from pdtransfer.serve.worker.follower import Follower
 from pdtransfer.serve.worker.prefill_rank import PrefillRank, PrefillRankRoom
 from pdtransfer.serve.worker.router_link import request_of
 from pdtransfer.wire import (
@@ -29,7 +32,7 @@ from pdtransfer.wire import (
     StepOrder,
     StepOrders,
 )
-from tests.serve.worker.daemon_pair import OPTIONS, follower
+from tests.serve.worker.daemon_pair import OPTIONS, Leader, follower
 from tests.support.waiting import until
 
 
@@ -66,6 +69,17 @@ async def test_an_order_that_makes_no_sense_is_refused_and_none_of_its_step_is_d
         assert not leader.sent
         made.take(RankFailed(2, 99, "aborted", "of a room that never came"))
         made.take(RankReload(3))
+
+
+def test_a_rank_reloads_when_asked_to_and_reports_that_its_engine_broke_but_not_what_all_engines_refuse() -> None:
+    leader, room, reloads = Leader(), SimpleNamespace(local_id=1), list[bool]()
+    follower: Any = Follower(leader, None, lambda: reloads.append(True))  # type: ignore[arg-type]
+    follower.rank = None
+    follower.take(RankReload(3))
+    assert reloads == [True]
+    for cause in (Cause.REFUSED, Cause.ENGINE):
+        follower.engine_failed(room, cause, "x" * 10_000)
+    assert leader.sent == [RankFailed(1, 1, "engine", "x" * TEXT_LENGTH_MAX)]
 
 
 class Reports:

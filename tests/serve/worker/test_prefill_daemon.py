@@ -19,7 +19,7 @@ from pdtransfer.errors import Cause, ConfigError, RemoteProtocolError
 from pdtransfer.serve.settings.worker import PrefillConfig
 from pdtransfer.serve.worker import daemon
 from pdtransfer.serve.worker.daemon import create_engine
-from pdtransfer.serve.worker.engine_thread import Compute, Drop, Free, Order, Quit
+from pdtransfer.serve.worker.engine_thread import Compute, Drop, Free, Order, Quit, Refused
 from pdtransfer.serve.worker.group.leader import GroupLeader, JoinedRank
 from pdtransfer.serve.worker.prefill_daemon import PrefillDaemon
 from pdtransfer.wire import (
@@ -27,7 +27,9 @@ from pdtransfer.wire import (
     Cancel,
     End,
     Ended,
+    Load,
     RankDrained,
+    RankFailed,
     RankLanded,
     RankPicked,
     RankReady,
@@ -61,7 +63,7 @@ async def leading(ranks: Ranks = Ranks(0, 2)) -> AsyncIterator[Any]:  # noqa: B0
 async def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
     async with leading() as first:
         first.routers.send("a", BEGIN, Cancel(7, Cause.ABORTED.value), Ended(7))
-        assert first.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
+        assert first.load() == Load(True, False, 1, 0, 1_024 - 3, 1_024), "ended here, and its pages are not free"
         first.routers.send("b", BEGIN)
         (end,) = [message for peer, message in first.routers.sent if peer == "node:b" and isinstance(message, End)]
         assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0000000000000007 is in use")
@@ -109,6 +111,26 @@ def test_keys_that_cannot_be_read_are_reported_before_the_engine_is_made(
         daemon.run(PrefillConfig(listen="", bind="tcp://127.0.0.1:0", key=key, allow=peers))
 
 
+async def test_a_prompt_that_its_engine_refuses_is_refused_with_the_reason() -> None:
+    async with leading(Ranks()) as first:
+        first.routers.send("a", BEGIN)
+        first.rank.on_outcomes([Refused(1, "3 tokens never fit")])
+        (end,) = first.routers.ends("a", 7)
+        assert (end.reason, end.detail) == ("refused", "3 tokens never fit")
+
+
+async def test_a_room_that_fails_on_one_rank_fails_once_and_on_all() -> None:
+    aborted = list[Any]()
+    async with leading() as first:
+        first.group.abort = lambda *failure: aborted.append(failure)
+        first.routers.send("a", BEGIN)
+        for report in (RankFailed(1, 1, "transfer", "its link", 0), RankFailed(2, 1, "engine", "late", 0)):
+            first.group.reported(OTHER, report)
+        assert aborted == [(1, Cause.TRANSFER, "rank tp1 (p0-tp1): its link")]
+        assert [(end.reason, end.detail) for end in first.routers.ends("a", 7)] == [("transfer", aborted[0][2])]
+        assert [type(order) for order in first.port.poll()] == [Compute, Drop]
+
+
 @pytest.mark.parametrize("shared", [True, False])
 async def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) -> None:
     async with leading() as first:
@@ -119,6 +141,7 @@ async def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bo
         first.group.reported(OTHER, RankLanded(1, 1, 10, 1, 5_000, clock))
         first.landed(first.rank.rooms[1], 20, 2, 4_000)
         (end,) = ends
+        assert first.figures().tokens == 3, "each once"
         assert (end.kv_bytes, end.stamp_ns, end.clock) == ((30, 5_000, clock_digest()) if shared else (30, 0, b""))
 
 

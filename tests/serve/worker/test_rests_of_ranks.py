@@ -106,12 +106,16 @@ async def test_a_turn_that_fails_before_it_starts_here_never_does(tmp_path: Path
         assert set(follows.rank.rooms) == {1}
 
 
-async def test_a_turn_of_a_local_id_that_is_here_fails_with_the_reason(tmp_path: Path) -> None:
+async def test_a_turn_of_a_local_id_that_is_here_or_of_too_long_a_rest_fails_with_the_reason(tmp_path: Path) -> None:
     async with follower(tmp_path) as (follows, leader):
-        steps = first_turn(follows, leader)
+        steps, most = first_turn(follows, leader), follows.rank.rest_max
         follows.take(RankRoom(3, 1, rest(12, TURN, 22)))
+        follows.take(RankRoom(4, 2, rest(12, TURN, most + 1)))
         steps.calls()
-        assert leader.sent == [RankFailed(1, 1, "breach", "RankRoom.local_id: 1 is here already", 0)]
+        assert leader.sent == [
+            RankFailed(1, 1, "breach", "RankRoom.local_id: 1 is here already", 0),
+            RankFailed(2, 2, "breach", f"Begin.rest_max: {most + 1}, this rank computes {most} tokens", 0),
+        ]
 
 
 async def test_the_leader_announces_what_it_has_not_cached_and_generates_once_all_ranks_have_the_same(

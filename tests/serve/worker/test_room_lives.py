@@ -7,27 +7,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pdtransfer.errors import Cause
-from pdtransfer.serve.engine_api import Finished
+import pytest
+
+from pdtransfer.errors import Cause, RemoteProtocolError
+from pdtransfer.serve.engine_api import Broken, Finished, Token
 from pdtransfer.serve.worker.engine_thread import Drop, Dropped, Free, Generate, Offered, Quit
 from pdtransfer.serve.worker.group.leader import JoinedRank
 from pdtransfer.wire import Cancel as CancelRoom
 from pdtransfer.wire import RankFailed, RankReady, RankRoom, Ranks, StepOrder, StepOrders, Tokens
-from tests.serve.worker.daemon_pair import TOKENS, decode, engine_of, follower, prefill
+from tests.serve.worker.daemon_pair import ROOM, TOKENS, decode, engine_of, follower, generates, orders, prefill
 from tests.support.waiting import until
-
-ROOM = 7
-
-
-def orders(daemon: Any, kind: type[Any]) -> list[Any]:
-    return [order for order in daemon.port.poll() if isinstance(order, kind)]
-
-
-async def generates(daemon: Any, room: int = ROOM) -> int:
-    """Waits until the engine is to generate; the serial number that it gets."""
-    await until(lambda: daemon.rank.by_id[room].ready_ns)
-    (order,) = orders(daemon, Generate)
-    return order.request.room
 
 
 class Held:
@@ -84,6 +73,29 @@ async def test_an_engines_late_word_of_a_room_does_not_end_the_next_one_of_its_l
         assert (await d.routers.over("b", ROOM)).reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "detail"),
+    [
+        ([Broken(room=1, detail="no logits")], "no logits"),
+        (
+            [*(Token(room=1, index=index, id=97) for index in range(5)), Dropped(1)],
+            "5 tokens generated, max_tokens is 4",
+        ),
+    ],
+)
+async def test_an_engine_that_fails_a_room_or_babbles_ends_it_with_the_reason(
+    outcomes: list[Any], detail: str, directory: Path
+) -> None:
+    async with prefill() as p, decode(directory) as d:
+        d.routers.send("a", p.begin("a", ROOM, "d0"))
+        await generates(d)
+        d.rank.on_outcomes(outcomes)
+        end = await d.routers.over("a", ROOM)
+        assert end.reason == "engine"
+        assert detail in end.detail
+        assert ROOM not in d.node.core.rooms
+
+
 async def test_a_cell_of_a_room_that_is_over_does_not_go_into_the_next_one_of_its_label(directory: Path) -> None:
     async with prefill() as p:
         daemon = p.daemon
@@ -128,6 +140,10 @@ async def test_a_rank_that_still_has_a_label_refuses_the_next_room_of_it_and_los
         assert leader.sent[-1].prefix == TOKENS // 64 * 64, "of the first room's prompt"
         f.take(RankFailed(6, 3, "aborted", ""))
         assert f.rank.node.core.cache.free_slots[0] == 1_024
+        rooms = f.rank.metrics.rooms
+        samples = [each for metric in (rooms.begun, rooms.ended) for each in metric.collect()[0].samples]
+        counts = {(*each.labels.values(),): each.value for each in samples if each.name.endswith("_total")}
+        assert counts == {(): 3, ("refused",): 1, ("length",): 1, ("aborted",): 1}
         p.routers.send("b", CancelRoom(ROOM, "aborted"))
 
 
@@ -147,6 +163,8 @@ async def test_a_late_report_of_a_rank_is_not_taken_for_the_next_room_of_its_lab
         assert not orders(d, Generate), "the other rank has said nothing of this one"
         d.group.reported(other, RankReady(3, 2, 100, 0))
         assert await generates(d) == 2
+        with pytest.raises(RemoteProtocolError, match="RankReady of room 2, not due"):
+            d.group.reported(other, RankReady(4, 2, 100, 0))
 
 
 async def test_tokens_count_as_cached_when_they_crossed_to_no_rank(directory: Path) -> None:

@@ -11,10 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from pdtransfer.serve.worker.daemon_metrics import DecodeMetrics
 from pdtransfer.serve.worker.worker_times import DecodeTimes
-from tests.serve.worker.daemon_pair import decode, engine_of, prefill
-
-ROOM = 7
+from tests.serve.worker.daemon_pair import ROOM, decode, engine_of, prefill
 
 
 def _counts(times: Any) -> dict[tuple[str, ...], int]:
@@ -56,6 +55,9 @@ async def test_a_grant_is_in_quarantine_from_the_silence_of_its_writer_to_the_pr
         core.leases.quarantine(session)
         assert core.leases.quarantined_bytes > 0
         assert _counts(d.rank.times) == {("used",): 1}
+        quarantined = b'pdtransfer_peer_quarantined_bytes{peer="p0"} %.1f\n' % core.leases.quarantined_bytes
+        DecodeMetrics(d.node, registry := CollectorRegistry(), None)
+        assert quarantined in generate_latest(registry)
         core.leases.quiet(session)
         assert _counts(d.rank.times)["quarantine", "p0", "shm"] == 1
         p.daemon.node.transport.write = lambda order, done: None

@@ -202,7 +202,7 @@ class PDTransferConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """A layer of this step is computed, or will be once the GPU is there."""
-        if self._worker is not None and self._worker.has_chunks:
+        if self._worker is not None:
             self._worker.save(layer_name, self._event)
 
     def wait_for_save(self) -> None:

@@ -187,15 +187,10 @@ class WorkerSide:
         ]
         self._computed, self._launched = set(), []
 
-    @property
-    def has_chunks(self) -> bool:
-        """True if this step computes rows that leave."""
-        return bool(self._chunks)
-
     def save(self, layer_name: str, event: Callable[[], Event | None]) -> None:
         """A layer's rows of this step are computed once what `event` makes has fired; it is made only where layers
         leave, several of a small one together."""
-        key = self._complete_after.get(layer_name)
+        key = self._complete_after.get(layer_name) if self._chunks else None
         if key is not None and key not in self._computed:
             self._compute(key, cache(event))
 

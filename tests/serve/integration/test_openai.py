@@ -109,19 +109,6 @@ async def test_openais_client_gets_answers_whole_and_streamed(site: Site) -> Non
             await api.chat.completions.create(**{**how, "model": "gpt"}, messages=HELLO)
 
 
-async def test_choices_have_seeds_of_their_own_and_prompts_their_own_answers(site: Site) -> None:
-    async with client(site) as api:
-        how: Any = {"model": MODEL, "max_tokens": 10, "seed": 3}
-        several = await api.completions.create(prompt=["one", "other"], n=2, **how)
-        texts = [choice.text for choice in several.choices]
-        assert len(set(texts)) == 4
-        first = await api.completions.create(prompt="one", **how)
-        second = await api.completions.create(prompt="other", **{**how, "seed": 4})
-        assert [first.choices[0].text, second.choices[0].text] == [texts[0], texts[3]]
-        assert several.usage is not None
-        assert several.usage.prompt_tokens == 8
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_answer_before_it_and_frees_its_rooms(site: Site, stream: bool) -> None:
     body: dict[str, Any] = {"prompt": "tell me", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
@@ -167,15 +154,6 @@ async def test_biases_penalties_and_lengths_reach_the_model(site: Site) -> None:
     assert await tokens(logit_bias=ended) == ([EOS], "stop")
     assert await tokens(logit_bias=ended, min_tokens=3) == ([x, x, x, EOS], "stop")
     assert await tokens(logit_bias=ended, ignore_eos=True) == ([EOS] * 6, "length")
-
-
-async def test_greedy_tokens_are_the_likeliest_by_their_logprobs(site: Site) -> None:
-    body: Any = {"messages": HELLO, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 20}
-    _, content = await post(site, CHAT, **body)
-    for each in content["choices"][0]["logprobs"]["content"]:
-        top = [one["logprob"] for one in each["top_logprobs"]]
-        assert (len(top), top) == (20, sorted(top, reverse=True))
-        assert (each["token"], each["logprob"]) == (each["top_logprobs"][0]["token"], top[0])
 
 
 async def test_what_serves_beside_the_answers(site: Site) -> None:

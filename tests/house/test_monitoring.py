@@ -40,15 +40,12 @@ HEALTHY = {
     f'pdtransfer_slots_free{{{WORKER}, component="kv"}}': f"10+0x{MINUTES}",
     f"pdtransfer_rooms_queued{{{WORKER}}}": f"0+0x{MINUTES}",
     f"pdtransfer_quarantined_bytes{{{WORKER}}}": f"0+0x{MINUTES}",
-    f"pdtransfer_grants_mismatched_total{{{WORKER}}}": FLAT,
-    f"pdtransfer_breaches_total{{{ROUTER}}}": FLAT,
-    f"pdtransfer_bus_refused_total{{{WORKER}}}": FLAT,
-    f"pdtransfer_bus_strangers_total{{{WORKER}}}": FLAT,
-    f"process_open_fds{{{WORKER}}}": f"100+0x{MINUTES}",
-    f"process_max_fds{{{WORKER}}}": f"1024+0x{MINUTES}",
+    f"pdtransfer_grants_mismatched_total{{{WORKER}}}": FLAT, f"pdtransfer_breaches_total{{{ROUTER}}}": FLAT,
+    f"pdtransfer_bus_refused_total{{{WORKER}}}": FLAT, f"pdtransfer_bus_strangers_total{{{WORKER}}}": FLAT,
+    f"process_open_fds{{{WORKER}}}": f"100+0x{MINUTES}", f"process_max_fds{{{WORKER}}}": f"1024+0x{MINUTES}",
     f'pdtransfer_build_info{{{WORKER}, version="1"}}': f"1+0x{MINUTES}",
     f'pdtransfer_build_info{{{ROUTER}, version="1"}}': f"1+0x{MINUTES}",
-}
+}  # fmt: skip
 # What has to change for an alert; a series that is not among the healthy ones is one more.
 CHANGES = {
     "PdtransferDown": {f"up{{{WORKER}}}": f"0+0x{MINUTES}"},

@@ -92,13 +92,9 @@ class HttpListener:
         app.middlewares.insert(1, BrowserGuard(allowed_hosts).through)
         # Bodies are never decompressed: a small body must not become a large one.
         self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=CLOSE_S,
-            auto_decompress=False,
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S, auto_decompress=False,
             logger=requests_log,
-        )
+        )  # fmt: skip
         self._connections_max = connections_max
         self.doors: ConnectionLimiter | None = None
         self._handshakes: Handshakes | None = None

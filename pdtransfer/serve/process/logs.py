@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -166,14 +168,36 @@ def _report_of(name: str, level: int, text: str, held_back: int) -> logging.LogR
     return record
 
 
+class LogFile(logging.handlers.WatchedFileHandler):
+    """Log rotation may move the file: it is opened again then. A line that cannot be written is lost, and the process
+    goes on: the first such line is reported on standard error."""
+
+    _reported = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # of opening it again
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._reported:
+            self._reported = True
+            with suppress(OSError):
+                text = f"{self.baseFilename}: {error.strerror or error}: lines are lost while it cannot be written"
+                print(f"pdtransfer: log_file: {printable(text)}", file=sys.stderr)
+
+
 def start(*, node: str, role: str, level: str, file: Path | None, form: Literal["text", "json"] = "text") -> None:
     """Sends logs to `file`, or to standard error without one. Raises ConfigError where `form` lacks its library."""
     if form == "json":
         formatter = json_formatter(node=node, role=role)
     else:
         formatter = LineFormatter(f"%(asctime)s %(levelname)s {node} %(name)s: %(message)s")
-    # Log rotation may move the file: it is reopened then.
-    handler = logging.handlers.WatchedFileHandler(file) if file else logging.StreamHandler()
+    handler = LogFile(file) if file else logging.StreamHandler()
     handler.setFormatter(formatter)
     handler.addFilter(LogRateLimit(logging.root.handle))  # whose handler may be another one when a report is due
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -29,27 +29,17 @@ def fields_of(record: EndedRequest) -> dict[str, Any]:
     """What the line states, in order. Times are in milliseconds; what is not known is left out."""
     rooms = [f"{room:016x}" for room in record.rooms]
     stated: dict[str, Any] = {
-        "request_id": record.request_id,
-        "key_name": record.key_name,
+        "request_id": record.request_id, "key_name": record.key_name,
         "room" if len(rooms) < 2 else "rooms": rooms[0] if len(rooms) == 1 else rooms,
         "trace_id": record.trace.trace_id if record.trace is not None else "",
-        "state": record.state,
-        "status": record.status,
-        "cause": record.cause.value if record.cause is not None else "",
-        "reason": record.reason,
-        "retried": record.retried or None,
-        "resumptions": record.resumptions or None,
+        "state": record.state, "status": record.status,
+        "cause": record.cause.value if record.cause is not None else "", "reason": record.reason,
+        "retried": record.retried or None, "resumptions": record.resumptions or None,
         "path": record.path if record.scope == "request" else "",
-        "model": record.model,
-        "prefill": record.prefill,
-        "decode": record.decode,
-        "transport": record.transport,
-        "prompt_tokens": record.prompt_tokens,
-        "cached_tokens": record.cached_tokens,
-        "tokens": record.tokens,
-        "kv_bytes": record.kv_bytes,
-        "hisparse": record.enable_hisparse or None,
-    }
+        "model": record.model, "prefill": record.prefill, "decode": record.decode, "transport": record.transport,
+        "prompt_tokens": record.prompt_tokens, "cached_tokens": record.cached_tokens, "tokens": record.tokens,
+        "kv_bytes": record.kv_bytes, "hisparse": record.enable_hisparse or None,
+    }  # fmt: skip
     times = {f"{name[:-2]}_ms": getattr(record, name) for name in _TIMES}
     stated |= {name: round(1e3 * seconds, 3) for name, seconds in times.items() if seconds is not None}
     stated["detail"] = record.detail

@@ -165,14 +165,9 @@ class WorkerConfig(NodeConfig):
         from ..engine_api import EngineConfig
 
         return EngineConfig(
-            role=role,
-            slots=self.slots,
-            page_size=self.page_size,
-            host_layout=self.host_layout,
-            device=self.own_device,
-            options=self.engine_options,
-            **of_role,
-        )
+            role=role, slots=self.slots, page_size=self.page_size, host_layout=self.host_layout, device=self.own_device,
+            options=self.engine_options, **of_role,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,9 +263,6 @@ class DecodeConfig(WorkerConfig):
         from ..engine_api import HiSparse
 
         return HiSparse(
-            device_slots=self.device_slots,
-            hot_tokens=self.hot_tokens,
-            dense_slots=self.dense_slots,
-            policy=self.retract_policy,
-            limits=self.limits,
-        )
+            device_slots=self.device_slots, hot_tokens=self.hot_tokens, dense_slots=self.dense_slots,
+            policy=self.retract_policy, limits=self.limits,
+        )  # fmt: skip

@@ -53,14 +53,10 @@ def split_of(spans: Sequence[TimedSpan], steps: Sequence[TimedSpan], asked_s: fl
     step_s = first_token_s - first.begin_s if first is not None else 0.0
     last = max(pushes, key=lambda span: span.end_s, default=None)
     return Split(
-        ask_s=begin_s - asked_s,
-        compute_s=end_s - begin_s,
-        exposed_s=ready_s - end_s,
-        admission_s=first_token_s - ready_s - step_s,
-        step_s=step_s,
+        ask_s=begin_s - asked_s, compute_s=end_s - begin_s, exposed_s=ready_s - end_s,
+        admission_s=first_token_s - ready_s - step_s, step_s=step_s,
         tail_s=ready_s - max((span.end_s for span in layers), default=ready_s),
         push_s=last.end_s - pushes[0].begin_s if last is not None else 0.0,
-        writes=len(pushes),
-        last_bytes=last.byte_count if last is not None else 0,
+        writes=len(pushes), last_bytes=last.byte_count if last is not None else 0,
         byte_count=sum(span.byte_count for span in pushes),
-    )
+    )  # fmt: skip

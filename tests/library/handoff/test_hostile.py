@@ -166,20 +166,17 @@ def test_a_grant_of_other_tokens_than_the_engine_has_fails_the_room_with_both_va
 BEYOND = "Register.reach.arena_bytes: planes[2] (kind latent, layer 2) ends at byte 3072"
 BAD_REGISTERS: dict[str, tuple[dict[str, Any], str]] = {
     "a component twice": (
-        {"components": (ARENA[0], ARENA[0])},
-        "Register.components: 'kv' is there twice in one memory",
+        {"components": (ARENA[0], ARENA[0])}, "Register.components: 'kv' is there twice in one memory",
     ),
     "rows outside the arena": (
         {"reach": msgspec.structs.replace(REACH, arena_bytes=ARENA_BYTES - 1)},
         f"Register.components[1].layout: {BEYOND}, of 3071",
     ),
     "an unknown component": (
-        {"components": kv(name="index")},
-        "Register.components[0].name: 'index', this prefill has ['c4', 'kv']",
+        {"components": kv(name="index")}, "Register.components[0].name: 'index', this prefill has ['c4', 'kv']",
     ),
     "other tokens a row": (
-        {"components": kv(tokens_per_row=2)},
-        "Register.components[0].tokens_per_row: decode has 2, prefill 1",
+        {"components": kv(tokens_per_row=2)}, "Register.components[0].tokens_per_row: decode has 2, prefill 1",
     ),
     "another span": (
         {"components": kv(span=Span("last", 16))},
@@ -190,10 +187,9 @@ BAD_REGISTERS: dict[str, tuple[dict[str, Any], str]] = {
         "Register.components[0].layout: kind latent layers 0..2 dtype: source int64, target float64",
     ),
     "a layer that is not held": (
-        {"components": kv(layout=NEXT_STAGE)},
-        "Register.components[0].layout: layers: source 0..2, target 1..3",
+        {"components": kv(layout=NEXT_STAGE)}, "Register.components[0].layout: layers: source 0..2, target 1..3",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "named"), BAD_REGISTERS.values(), ids=BAD_REGISTERS)

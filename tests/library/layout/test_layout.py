@@ -315,16 +315,13 @@ def test_what_is_taken_never_overlaps(data: Any) -> None:
     shared = data.draw(strides), data.draw(strides)
     planes = [
         plane(
-            layer=layer,
-            dtype="uint8",
-            head_count=1,
-            base=data.draw(st.integers(0, 32)) * 4,
+            layer=layer, dtype="uint8", head_count=1, base=data.draw(st.integers(0, 32)) * 4,
             page_stride=data.draw(st.sampled_from([shared[0], data.draw(strides)])),
             row_stride=data.draw(st.sampled_from([shared[1], data.draw(strides)])),
             row_bytes=data.draw(st.sampled_from([1, 4, 8])),
         )
         for layer in range(data.draw(st.integers(1, 4)))
-    ]
+    ]  # fmt: skip
     try:
         layout = Layout(tuple(planes), page_size, page_size * pages)
     except ValueError:

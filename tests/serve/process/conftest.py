@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     yield start
     for handler in root.handlers[:]:
         root.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # of /dev/full
+            handler.close()
     root.handlers[:] = before
     root.setLevel(level)

@@ -129,3 +129,27 @@ def test_what_was_held_back_is_reported_where_logs_go_by_then(
     timers[0]()
     assert "were held back: early" in (tmp_path / "later").read_text()
     assert "were held back" not in file.read_text()
+
+
+def test_a_full_disk_is_reported_once_and_loses_lines_alone(
+    started: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(file=Path("/dev/full"))
+    for text in ("one", "two"):
+        logging.getLogger("a").warning(text)
+    assert capsys.readouterr().err == (
+        "pdtransfer: log_file: /dev/full: No space left on device: lines are lost while it cannot be written\n"
+    )
+
+
+def test_a_log_goes_on_once_its_directory_is_there_again(
+    started: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    started(file=tmp_path / "logs" / "log")
+    (tmp_path / "logs").rename(tmp_path / "moved")
+    logging.getLogger("a").warning("lost")
+    assert capsys.readouterr().err.count(f"{tmp_path}/logs/log: No such file or directory") == 1
+    (tmp_path / "logs").mkdir()
+    logging.getLogger("a").warning("there")
+    assert (tmp_path / "logs" / "log").read_text().endswith(" WARNING router a: there\n")

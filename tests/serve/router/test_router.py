@@ -82,33 +82,23 @@ async def test_a_stream_has_the_same_text_in_pieces_and_then_done(site: Site) ->
 
 
 BAD = [
-    (b"{", None, "not JSON"),
-    (b"[]", None, "object"),
-    (b"\xff{}", None, "not JSON"),
-    (b'{"prompt": "\\ud800"}', "prompt", "surrogate"),
+    (b"{", None, "not JSON"), (b"[]", None, "object"),
+    (b"\xff{}", None, "not JSON"), (b'{"prompt": "\\ud800"}', "prompt", "surrogate"),
     (b'{"\\ud800": "a"}', None, "not JSON"),
     (b'{"prompt": "\\ud83d\\ude00", "stop": ["\\udc00x"]}', "stop", "surrogate"),
-    (b'{"prompt": "\\ud800', None, "not JSON"),
-    (b'{"prompt": "\\ud800' + b" " * (1 << 20) + b'"}', None, "not JSON"),
-    (b"[" * 100_000, None, ""),
-    (b"{}", "prompt", "missing"),
-    (b'{"prompt": ""}', "prompt", ">= 1"),
-    (b'{"prompt": [""]}', "prompt[0]", ">= 1"),
-    (b'{"prompt": []}', "prompt", "0 tokens"),
-    (b'{"prompt": [[]]}', "prompt[0]", "0 tokens"),
-    (b'{"prompt": 5}', "prompt", "int"),
-    (b'{"prompt": null}', "prompt", "null"),
+    (b'{"prompt": "\\ud800', None, "not JSON"), (b'{"prompt": "\\ud800' + b" " * (1 << 20) + b'"}', None, "not JSON"),
+    (b"[" * 100_000, None, ""), (b"{}", "prompt", "missing"),
+    (b'{"prompt": ""}', "prompt", ">= 1"), (b'{"prompt": [""]}', "prompt[0]", ">= 1"),
+    (b'{"prompt": []}', "prompt", "0 tokens"), (b'{"prompt": [[]]}', "prompt[0]", "0 tokens"),
+    (b'{"prompt": 5}', "prompt", "int"), (b'{"prompt": null}', "prompt", "null"),
     (b'{"prompt": ["a", 5]}', "prompt[1]", "Expected `str`, got `int`"),
     (b'{"prompt": [[5], "a"]}', "prompt[1]", "Expected `array`, got `str`"),
-    (b'{"prompt": [5.5]}', "prompt[0]", "float"),
-    (b'{"prompt": [true]}', "prompt[0]", "bool"),
-    (b'{"prompt": [[[5]]]}', "prompt[0][0]", "array"),
-    (b'{"prompt": [-1]}', "prompt[0]", ">= 0"),
+    (b'{"prompt": [5.5]}', "prompt[0]", "float"), (b'{"prompt": [true]}', "prompt[0]", "bool"),
+    (b'{"prompt": [[[5]]]}', "prompt[0][0]", "array"), (b'{"prompt": [-1]}', "prompt[0]", ">= 0"),
     (b'{"prompt": [4294967296]}', "prompt[0]", "<= 4294967295"),
     (b'{"prompt": [' + b"[1]," * 256 + b"[1]]}", "prompt", "257 prompts"),
     (b'{"prompt": [[' + b"1," * 524_288 + b"1]]}", "prompt[0]", "524289 tokens"),
-    (b'{"prompt": [' + b"1," * 524_288 + b"1]}", "prompt", "524288"),
-    (b'{"prompt": {"a": ' * 5_000, None, ""),
+    (b'{"prompt": [' + b"1," * 524_288 + b"1]}", "prompt", "524288"), (b'{"prompt": {"a": ' * 5_000, None, ""),
     (b'{"prompt": "a", "max_tokens": 0}', "max_tokens", ">= 1"),
     (b'{"prompt": "a", "max_tokens": "5"}', "max_tokens", "str"),
     (b'{"prompt": "a", "max_tokens": 16777216}', "max_tokens", "limit"),
@@ -116,10 +106,8 @@ BAD = [
     (b'{"prompt": "a", "min_tokens": 17}', "min_tokens", "max_tokens is 16"),
     (b'{"prompt": "a", "temperature": -1}', "temperature", ">= 0"),
     (b'{"prompt": "a", "temperature": 1e999}', "temperature", "out of range"),
-    (b'{"prompt": "a", "temperature": NaN}', None, "not JSON"),
-    (b'{"prompt": "a", "top_p": 0}', "top_p", "> 0"),
-    (b'{"prompt": "a", "top_k": -2}', "top_k", ">= -1"),
-    (b'{"prompt": "a", "top_k": 1.5}', "top_k", "float"),
+    (b'{"prompt": "a", "temperature": NaN}', None, "not JSON"), (b'{"prompt": "a", "top_p": 0}', "top_p", "> 0"),
+    (b'{"prompt": "a", "top_k": -2}', "top_k", ">= -1"), (b'{"prompt": "a", "top_k": 1.5}', "top_k", "float"),
     (b'{"prompt": "a", "min_p": 1.1}', "min_p", "<= 1"),
     (b'{"prompt": "a", "presence_penalty": 2.5}', "presence_penalty", "<= 2"),
     (b'{"prompt": "a", "frequency_penalty": "x"}', "frequency_penalty", "str"),
@@ -130,15 +118,12 @@ BAD = [
     (b'{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias", "<= 100"),
     (b'{"prompt": "a", "logit_bias": [5]}', "logit_bias", "array"),
     (b'{"prompt": "a", "logit_bias": {%b}}' % b",".join(b'"%d": 1' % n for n in range(1_025)), "logit_bias", "1024"),
-    (b'{"prompt": "a", "seed": 1.5}', "seed", "float"),
-    (b'{"prompt": "a", "n": 0}', "n", ">= 1"),
-    (b'{"prompt": "a", "n": 257}', "n", "<= 256"),
-    (b'{"prompt": ["a", "b"], "n": 129}', "n", "at most 256"),
+    (b'{"prompt": "a", "seed": 1.5}', "seed", "float"), (b'{"prompt": "a", "n": 0}', "n", ">= 1"),
+    (b'{"prompt": "a", "n": 257}', "n", "<= 256"), (b'{"prompt": ["a", "b"], "n": 129}', "n", "at most 256"),
     (b'{"prompt": "a", "best_of": 2}', "best_of", "must equal n"),
     (b'{"prompt": "a", "n": 3, "best_of": 4}', "best_of", "must equal n"),
     (b'{"prompt": "a", "stop": ["1", "2", "3", "4", "5"]}', "stop", "<= 4"),
-    (b'{"prompt": "a", "stop": 7}', "stop", "int"),
-    (b'{"prompt": "a", "stop": [7]}', "stop[0]", "int"),
+    (b'{"prompt": "a", "stop": 7}', "stop", "int"), (b'{"prompt": "a", "stop": [7]}', "stop[0]", "int"),
     (b'{"prompt": "a", "stop": "' + b"x" * 1_025 + b'"}', "stop", "1024"),
     (b'{"prompt": "a", "stream": 1}', "stream", "int"),
     (b'{"prompt": "a", "stream": true, "stream_options": {"include_usage": 3}}', "stream_options.include_usage", "int"),
@@ -155,7 +140,7 @@ BAD = [
     (b'{"prompt": "a", "stop_token_ids": [5]}', "stop_token_ids", "not supported"),
     (b'{"prompt": "a", "tools": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", None, "deep"),
     (b'{"prompt": "a", "tools": "' + b"x" * 9_000 + b'"}', "tools", "not supported"),
-]
+]  # fmt: skip
 
 IMAGE = b'{"type": "image_url", "image_url": {"url": "x"}}'
 OF_USER, OF_ONE = b'{"messages": [{"role": "user", "content": "x"}], %b}', b'{"messages": [{%b}]}'
@@ -191,7 +176,7 @@ BAD_CHATS = [
     (OF_USER % b'"modalities": ["text", "audio"]', "modalities", "not supported"),
     (OF_USER % b'"echo": true', "echo", "not supported"),
     (OF_USER % b'"use_beam_search": 1', "use_beam_search", "not supported"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "param", "text"), BAD_CHATS, ids=[str(body[-64:]) for body, _, _ in BAD_CHATS])

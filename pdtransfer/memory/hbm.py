@@ -82,7 +82,7 @@ class Hbm:
         if self._free is None:
             return
         if not self._quiet():
-            log.critical("HBM components stay allocated until this process ends: a writer may still be there")
+            log.warning("HBM components stay allocated until this process ends: a prefill may still write to them")
             self._free = None
             return
         free, self._free = self._free, None

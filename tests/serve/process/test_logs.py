@@ -142,14 +142,11 @@ def test_a_full_disk_is_reported_once_and_loses_lines_alone(
     )
 
 
-def test_a_log_goes_on_once_its_directory_is_there_again(
-    started: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_goes_on_once_its_directory_is_there_again(started: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     started(file=tmp_path / "logs" / "log")
     (tmp_path / "logs").rename(tmp_path / "moved")
     logging.getLogger("a").warning("lost")
-    assert capsys.readouterr().err.count(f"{tmp_path}/logs/log: No such file or directory") == 1
     (tmp_path / "logs").mkdir()
     logging.getLogger("a").warning("there")
     assert (tmp_path / "logs" / "log").read_text().endswith(" WARNING router a: there\n")

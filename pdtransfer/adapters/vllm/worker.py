@@ -36,7 +36,7 @@ from .pools import BlockRows, Pools
 
 log = logging.getLogger(__name__)
 
-# Smallest cell of a large chunk: each one takes the interpreter from the thread that launches the model's kernels.
+# Smallest cell of a large chunk: each one takes the interpreter from vLLM's own thread.
 CELL_BYTES_MIN = 64 << 20
 FACT_LENGTH_MAX = 128  # of a label
 SHARE_MAX = 0.1  # of requests that decode may compute itself before that is a warning
@@ -149,7 +149,7 @@ class WorkerSide:
         self._chunks: list[Chunk] = []  # of this step
         self._cells: list[_Cell] = []  # of these chunks
         self._computed: set[tuple[int, int]] = set()  # (group, layer) of this step
-        self._launched: list[tuple[_Cell, tuple[int, int], Event]] = []  # cells of this step, computed once it fires
+        self._launched: list[tuple[_Cell, tuple[int, int], Event]] = []  # cells that leave at the step's end
         self._data = figures.empty()
         self._copied_bytes = 0  # of copied_up_bytes, that were taken
 
@@ -325,7 +325,7 @@ class WorkerSide:
                 self._push(cell, event)
 
     def _push(self, cell: _Cell, event: Callable[[], Event | None]) -> None:
-        """Of a GPU at the end of the launches: it takes the interpreter from their thread."""
+        """Sends a cell, at the end of the step if a GPU computes it: the thread that launches would lose time to it."""
         layers, cell.layers = cell.layers, None
         if layers is not None and (after := event()) is not None:
             self._launched.append((cell, layers, after))

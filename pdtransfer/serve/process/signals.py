@@ -35,19 +35,21 @@ def end_with_parent() -> None:
 async def until_signalled(work: Coroutine[Any, Any, int]) -> int:
     """Returns the status of `work`. Ctrl-C, SIGTERM or SIGHUP cancels it, and a second one later ends the process at
     once. No other task is cancelled by the first, so a child process that is just being started is not lost."""
-    loop, task, signalled = asyncio.get_running_loop(), asyncio.ensure_future(work), list[tuple[int, float]]()
+    loop, task, asked, status = asyncio.get_running_loop(), asyncio.ensure_future(work), StopEvent(), 0
 
     def end(number: int) -> None:
-        signalled.append((128 + number, time.monotonic()))
-        if len(signalled) == 1:
+        nonlocal status
+        if not asked.is_set():
+            status = 128 + number
+            asked.set()
             task.cancel()
-        elif signalled[-1][1] >= signalled[0][1] + HURRY_S:
+        elif time.monotonic() >= asked.set_s + HURRY_S:
             sys.exit(128 + number)
 
     for number in (*_NUMBERS, signal.SIGHUP):
         loop.add_signal_handler(number, end, number)
     await asyncio.wait([task])
-    return signalled[0][0] if task.cancelled() and signalled else task.result()
+    return status if task.cancelled() and status else task.result()
 
 
 class StopEvent(asyncio.Event):

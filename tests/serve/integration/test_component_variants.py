@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -43,19 +42,9 @@ async def test_one_worker_decodes_both_kinds_at_once_from_either_memory(site: Si
     await site.settled()
 
 
-async def test_a_request_without_the_field_is_decoded_densely(site: Site) -> None:
-    answer = await site.complete("neither")
-    assert answer.facts["enable_hisparse"] is False
-    assert answer.text == plain.text("neither", TOKENS)
-
-
-async def test_a_router_that_asks_for_it_by_default_has_it_wherever_a_request_does_not_object(tmp_path: Path) -> None:
-    options = {
-        "prefills": [prefill()], "decodes": [decode(slots=2_048, twin="1") | {"enable_hisparse": True}],
-        "router": {"enable_hisparse": True},
-    }  # fmt: skip
-    async with running(tmp_path, **options) as site:
-        for more, sparse in (({}, True), ({"enable_hisparse": False}, False)):
-            answer = await site.complete("by default", **more)
+async def test_a_request_without_the_field_has_what_its_router_asks_for_by_default(site: Site) -> None:
+    async with site.beside("asks", enable_hisparse=True) as asks:
+        for router, more, sparse in ((site, {}, False), (asks, {}, True), (asks, {"enable_hisparse": False}, False)):
+            answer = await router.complete("by default", **more)
             assert answer.facts["enable_hisparse"] is sparse
             assert answer.text == plain.text("by default", TOKENS)

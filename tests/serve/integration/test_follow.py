@@ -38,7 +38,10 @@ async def lines(site: Site, role: str, request_id: str) -> list[dict[str, Any]]:
     return found
 
 
-async def test_a_request_is_one_line_in_each_process_and_one_trace(tmp_path: Path) -> None:
+async def test_a_request_is_one_line_in_each_process_and_one_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # spans are sent at once, and not within 5 s
     with collector() as took:
         own = {"log_format": "json", "otlp": took.url}
         async with running(tmp_path, ends_as=(-signal.SIGKILL,), router=own, prefills=[own], decodes=[own]) as site:

@@ -6,16 +6,18 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import zmq
 
 from pdtransfer.bus.keys import generate
 from pdtransfer.wire import Hello, Identity, Ranks, encode
-from tests.support.fleets import Site, equal, generated, prompts, running
+from tests.support.fleets import LIMITS, Site, equal, generated, prompts, running
 from tests.support.waiting import Running, standing, until
 
+SOON = replace(LIMITS, resend_ms_max=200)  # what is refused is tried again soon
 NODES = ("router", "prefill-0", "decode-0", "decode-1")
 
 
@@ -27,8 +29,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running[Site]]:
     (directory / "all").write_text("\n".join(lines.values()) + "\n")
     (directory / "prefills").write_text("\n".join((lines["router"], lines["decode-0"])) + "\n")
 
-    def keys(node: str, allow: str) -> dict[str, Path]:
-        return {"key": directory / f"{node}.key", "allow": directory / allow}
+    def keys(node: str, allow: str) -> dict[str, Any]:
+        return {"key": directory / f"{node}.key", "allow": directory / allow, "limits": SOON}
 
     yield from standing(
         running(

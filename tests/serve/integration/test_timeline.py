@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from pdtransfer.serve.commands.cli import main
 from pdtransfer.serve.tracing import trace
 from pdtransfer.serve.tracing.merge_traces import files, merge, rooms_of
 from tests.support.fleets import prompts, running
@@ -96,13 +94,12 @@ async def test_every_rank_records_spans_under_the_rooms_label(tmp_path_factory: 
     assert room.asked_s + split.ask_s + split.compute_s + split.exposed_s == pytest.approx(max(ends)), "READY on both"
 
 
-def test_a_directory_that_cannot_be_made_is_one_line_at_start(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_one_line_at_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     for role in ("prefill", "decode", "router"):
-        command = [sys.executable, "-m", "pdtransfer", role, "--timeline", str(tmp_path / "file" / "below")]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PDTRANSFER_")}
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-        assert ended.returncode == 2
-        (line,) = ended.stderr.splitlines()
+        assert main([role, "--timeline", str(tmp_path / "file" / "below")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith("Not a directory"), line
         assert f"timeline = '{tmp_path}/file/below'" in line

@@ -200,7 +200,7 @@ async def forgetful(logs: Path, rank: int) -> AsyncIterator[Site]:
     """A decode worker of two ranks, of which this one remembers four blocks."""
     group, few = free_address(), replace(QUICK, prefix_blocks_max=4)
     limits = [few if number == rank else QUICK for number in range(2)]
-    engine = {"engine": ENGINE, "engine_option": (*GQA, "step_ms=10"), "slots": 4_096}
+    engine = {"engine": ENGINE, "engine_option": (*GQA, "step_ms=5"), "slots": 4_096}
     both = engine | {"tp_size": 2, "group": group}
     place = {"limits": limits[1], "tp_rank": 1, "node": "decode-0-tp1", "listen": ""}
     sockets = tempfile.TemporaryDirectory(prefix="pdt-")

@@ -11,6 +11,7 @@ from tests.support.engines import plain
 from tests.support.fleets import Answer, Site, prompts
 from tests.support.healing import right, text_of
 from tests.support.processes import deliver
+from tests.support.waiting import until
 
 STREAM_TOKENS = 100
 LOST = {"peer_lost", "peer_restarted", "transfer", "shutdown", "aborted"}
@@ -58,15 +59,14 @@ class Stream:
     @classmethod
     async def open(cls, site: Site, prompt: str) -> Stream:
         self = cls()
-        self._prompt, self._events, began = prompt, list[dict[str, Any]](), asyncio.Event()
+        self._prompt, self._events = prompt, list[dict[str, Any]]()
 
         async def read() -> None:
             async for event in site.events(prompt, max_tokens=STREAM_TOKENS):
                 self._events.append(event)
-                began.set()
 
         self._task = asyncio.ensure_future(read())
-        await began.wait()
+        await until(lambda: self._events or self._task.done(), "the first token")
         return self
 
     async def whole(self) -> bool:

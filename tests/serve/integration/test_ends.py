@@ -92,18 +92,16 @@ async def under_way(
     site: Site, gates: Gates, max_tokens: int = 60
 ) -> AsyncIterator[asyncio.Task[list[dict[str, Any]]]]:
     """A stream whose first token has come, and no other comes until the context is left."""
-    started = asyncio.Event()
+    events = list[dict[str, Any]]()
 
     async def collect() -> list[dict[str, Any]]:
-        events = []
         async for event in site.events("under way", max_tokens=max_tokens):
             events.append(event)
-            started.set()
         return events
 
     with gates.closed("decode"):
         task = asyncio.ensure_future(collect())
-        await started.wait()
+        await until(lambda: events or task.done(), "the first token")
         yield task
     await asyncio.gather(task, return_exceptions=True)
 
@@ -115,8 +113,7 @@ def finished(events: list[dict[str, Any]], max_tokens: int = 60) -> bool:
 
 async def ended(site: Site, daemon: Daemon) -> int:
     """Its exit status, once it has ended; its log tells of no failure."""
-    async with asyncio.timeout(PATIENCE_S):
-        status = await daemon.process.wait()
+    status = await asyncio.wait_for(daemon.process.wait(), PATIENCE_S)
     assert "Traceback" not in site.log(daemon)
     return status
 
@@ -251,8 +248,7 @@ async def test_an_engine_that_breaks_down_ends_its_daemon_with_a_traceback_and_s
     async with running(logs, ends_as=(1,), prefills=[prefill()], decodes=[dies]) as site:
         answer = await site.complete("?marked")
         assert answer.status in (500, 503)
-        async with asyncio.timeout(PATIENCE_S):
-            assert await site.decode.process.wait() == 1
+        assert await asyncio.wait_for(site.decode.process.wait(), PATIENCE_S) == 1
         log = site.log(site.decode)
         assert "as the test wants it" in log
         assert log.count("Traceback") == 1

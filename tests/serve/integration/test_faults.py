@@ -195,8 +195,7 @@ async def test_a_worker_that_drains_under_load_loses_no_request(site: Site, befo
     node = named(site, f"{role}-0")
     await site.until(named(site, f"{role}-0"), "pdtransfer_rooms")
     node.process.terminate()
-    async with asyncio.timeout(PATIENCE_S):
-        assert await node.process.wait() == 0
+    assert await asyncio.wait_for(node.process.wait(), PATIENCE_S) == 0
     await site.restart(node)
     await site.usable(prefill=2, decode=2)
     begun = await metric(site, f"{role}-0", "pdtransfer_rooms_begun_total")
@@ -221,8 +220,7 @@ async def test_a_router_that_drains_under_load_answers_all_that_it_has_taken(
         await until(taken, "all requests are taken")
         site.router.process.terminate()
     await load.all_served()
-    async with asyncio.timeout(PATIENCE_S):
-        assert await site.router.process.wait() == 0
+    assert await asyncio.wait_for(site.router.process.wait(), PATIENCE_S) == 0
     await site.restart(site.router)
     await healed(site, before)
 

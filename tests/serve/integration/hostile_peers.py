@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.serve.engine_api import EngineDescription
 from pdtransfer.serve.process.fleet import Daemon
 from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.wire import (
@@ -60,7 +61,7 @@ JUNK = [
 ]
 
 
-def identity(role: str, like: Identity, node: str) -> Identity:
+def identity(role: str, like: Identity | EngineDescription, node: str) -> Identity:
     return Identity(node, role, secrets.randbits(64), Ranks(), like.model, like.weights, 16)  # pyright: ignore
 
 
@@ -113,7 +114,7 @@ async def dialler(daemon: Daemon) -> AsyncIterator[Callable[[], Peer]]:
 class FakeDecode:
     """A decode node with an arena of its own, full of canaries, whose grants are the test's."""
 
-    def __init__(self, peer: Peer, like: Identity, component: Component, directory: Path) -> None:
+    def __init__(self, peer: Peer, like: EngineDescription, component: Component, directory: Path) -> None:
         self.peer, self._like, self.component = peer, like, component
         self.arena = ArenaMemory.create(component.layout.end, huge_pages="never")
         self.arena.mapping.array[:] = CANARY

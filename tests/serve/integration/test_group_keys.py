@@ -6,16 +6,14 @@ Decode verifies what it lands, and keeps prompts that have landed for the next o
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pdtransfer.bus.keys import generate
+from pdtransfer.serve.commands.cli import main
 from tests.support.fleets import GQA, Site, equal, generated, prompts, running
-from tests.support.paths import REPO
 from tests.support.waiting import Running, standing, until
 
 GROUP = {"engine_option": GQA, "tp_size": 2}
@@ -91,13 +89,12 @@ async def test_what_a_leader_reads_anew_at_a_hangup_its_ranks_read_anew_as_well(
     await site.settled()
 
 
-def test_a_rank_without_a_key_of_its_own_is_reported_with_the_command_that_makes_it(tmp_path: Path) -> None:
+def test_a_rank_without_a_key_of_its_own_is_reported_with_the_command_that_makes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     generate(tmp_path / "d")
     (tmp_path / "allow").write_text((tmp_path / "d.pub").read_text())
     flags = ("--tp-size=2", f"--key={tmp_path / 'd.key'}", f"--allow={tmp_path / 'allow'}", "--engine-option=layers=1")
-    started = subprocess.run(
-        [sys.executable, "-m", "pdtransfer", "decode", *flags, "--bind=tcp://127.0.0.1:0", "--listen=", "--slots=64"],
-        cwd=REPO, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert started.returncode == 2
-    assert f"rank tp1 is a peer of its own and needs a key: pdtransfer keygen {tmp_path}/d-tp1" in started.stderr
+    assert main(["decode", *flags, "--bind=tcp://127.0.0.1:0", "--listen=", "--slots=64"]) == 2
+    needs = f"rank tp1 is a peer of its own and needs a key: pdtransfer keygen {tmp_path}/d-tp1"
+    assert needs in capsys.readouterr().err

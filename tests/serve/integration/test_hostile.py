@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import secrets
@@ -35,6 +34,7 @@ from pdtransfer.wire import (
     Landed,
     Load,
     Part,
+    Register,
     Registered,
     Reject,
     Released,
@@ -119,21 +119,13 @@ async def mallory(site: Site, tmp_path: Path) -> AsyncIterator[FakeDecode]:
     engine = create(decode_config(Path("s")).engine_config)
     (component,) = engine.description.components
     async with dialler(site.prefill) as dial:
-        like = msgspec.structs.replace(identity("prefill", _Like(engine), "x"))
-        fake_decode = FakeDecode(dial(), like, component, tmp_path / "s")
+        fake_decode = FakeDecode(dial(), engine.description, component, tmp_path / "s")
         try:
             assert (await fake_decode.greet()).identity.node == "prefill-0"
             yield fake_decode
         finally:
             assert fake_decode.untouched
             await fake_decode.close()
-
-
-class _Like:
-    """What an identity takes from another."""
-
-    def __init__(self, engine) -> None:
-        self.model, self.weights = engine.description.model, engine.description.weights
 
 
 @pytest.mark.parametrize(
@@ -235,7 +227,7 @@ async def test_a_session_belongs_to_who_registered_it(site: Site, tmp_path: Path
         await it.peer.send(it.grant(1, part((0, 10))))
         await it.peer.receive(Granted)
         thief = dial()
-        await thief.send(Hello(1, 1, msgspec.structs.replace(identity("decode", it._like, "thief"))))
+        await thief.send(Hello(1, 1, identity("decode", it._like, "thief")))
         for message in (Abort(session, 1), it.grant(2, part((20, 10))), Released(session, 1)):
             await thief.send(message)
             assert "is not a session of node:thief" in (await thief.receive(Reject)).fields[0]
@@ -245,35 +237,22 @@ async def test_a_session_belongs_to_who_registered_it(site: Site, tmp_path: Path
 
 async def test_an_arena_that_is_not_what_was_announced_is_refused(site: Site, tmp_path: Path) -> None:
     async with mallory(site, tmp_path) as it:
-        session = secrets.randbits(63) + 1
-        reach = await it._transport.offer(session)
-        bad = [
-            replace_reach(reach, token=bytes(32)),
-            replace_reach(reach, arena_bytes=reach.arena_bytes + 4_096),
-            replace_reach(reach, address="/etc/passwd"),
-            replace_reach(reach, address=str(tmp_path / "nobody")),
-            replace_reach(reach, host="elsewhere"),
-            replace_reach(reach, transport="mooncake"),
-            replace_reach(reach, arena_bytes=4_096),
-        ]
-        for each in bad:
+        for change in (
+            {"token": bytes(32)},
+            {"arena_bytes": it.arena.byte_count + 4_096},
+            {"address": "/etc/passwd"},
+            {"address": str(tmp_path / "nobody")},
+            {"host": "elsewhere"},
+            {"transport": "mooncake"},
+            {"arena_bytes": 4_096},
+        ):
             session = secrets.randbits(63) + 1
-            await it.peer.send(msgspec.structs.replace(await register_of(it, session), reach=each))
+            reach = msgspec.structs.replace(await it._transport.offer(session), **change)
+            await it.peer.send(Register(session, (it.component,), reach))
             refused = await it.peer.receive(Reject, Registered)
-            assert isinstance(refused, Reject), each
+            assert isinstance(refused, Reject), change
             assert refused.session == session
-            await asyncio.sleep(0)
         await it.register()
-
-
-def replace_reach(reach, **fields):
-    return msgspec.structs.replace(reach, **fields)
-
-
-async def register_of(fake_decode: FakeDecode, session: int):
-    from pdtransfer.wire import Register
-
-    return Register(session, (fake_decode.component,), await fake_decode._transport.offer(session))
 
 
 async def test_who_takes_an_honest_nodes_name_disturbs_it_and_no_more(site: Site, tmp_path: Path) -> None:
@@ -282,7 +261,7 @@ async def test_who_takes_an_honest_nodes_name_disturbs_it_and_no_more(site: Site
     async with dialler(site.prefill) as dial:
         engine = create(decode_config(Path("s")).engine_config)
         thief = dial()
-        await thief.send(Hello(1, 1, identity("decode", _Like(engine), "decode-0")))
+        await thief.send(Hello(1, 1, identity("decode", engine.description, "decode-0")))
         await thief.receive(Welcome)
 
         await until(site.answers, "the honest decode has its name back")

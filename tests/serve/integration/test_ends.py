@@ -35,10 +35,6 @@ async def served(site: Site) -> None:
     assert right("does it work", answer := await site.complete("does it work")), answer
 
 
-async def rooms(site: Site, daemon: Daemon) -> float:
-    return (await site.metrics(daemon))["pdtransfer_rooms"]
-
-
 # Clients that leave
 
 
@@ -54,34 +50,6 @@ async def test_a_client_that_leaves_in_mid_stream_gives_everything_back(slow: Si
     name = "pdtransfer_rooms_ended_total{aborted}"
     assert after[name] == before.get(name, 0) + 1
     await served(slow)
-
-
-async def test_a_client_that_leaves_before_anything_has_landed_gives_everything_back(slow: Site, gates: Gates) -> None:
-    (text,) = prompts(1, 400)
-    with gates.closed("prefill"):
-        asked = asyncio.ensure_future(slow.complete(text))
-        await slow.until(slow.decode, "pdtransfer_leases")
-        tokens = (await slow.metrics(slow.router))["pdtransfer_generated_tokens_total"]
-        asked.cancel()
-        await slow.until(slow.decode, "pdtransfer_rooms", lambda rooms: not rooms)
-    await slow.settled()
-    assert (await slow.metrics(slow.router))["pdtransfer_generated_tokens_total"] == tokens
-    await served(slow)
-
-
-async def test_clients_that_all_leave_at_once_leave_nothing_behind(slow: Site, gates: Gates) -> None:
-    with gates.closed("prefill"):
-        asked = [asyncio.ensure_future(slow.complete(text)) for text in prompts(2, *[60] * 20)]
-        await until(lambda: has_rooms(slow, 20), "20 rooms")
-        for each in asked:
-            each.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
-    await slow.settled()
-    await served(slow)
-
-
-async def has_rooms(site: Site, count: int) -> bool:
-    return await rooms(site, site.decode) + (await site.metrics(site.decode))["pdtransfer_rooms_queued"] >= count
 
 
 # Signals

@@ -48,12 +48,16 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def test_prompts_through_ranks_are_answered_as_by_one_process(group: Site) -> None:
+async def test_prompts_through_ranks_are_answered_as_by_one_process_and_no_rank_loads_torch(group: Site) -> None:
     texts = prompts(3, 1, 40, 150, 90)
     answers = await asyncio.gather(*(group.complete(text) for text in texts))
     for text, answer in zip(texts, answers, strict=True):
         assert equal(answer, generated(text, options=OPTIONS)), answer
     await group.settled()
+    for daemon in (group.prefill, group.decode):
+        for pid in (daemon.process.pid, *followers(daemon)):
+            assert "numpy" in mapped_files(pid)
+            assert "libtorch" not in mapped_files(pid)
 
 
 async def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Site, gates: Gates) -> None:
@@ -198,14 +202,6 @@ def test_what_is_wrong_with_one_rank_alone_is_reported_by_it() -> None:
     _, output = worker.communicate(timeout=3 * PATIENCE_S)
     assert worker.returncode == 1
     assert "as the test wants it" in output
-
-
-async def test_no_rank_of_a_worker_without_a_model_loads_torch(group: Site) -> None:
-    await group.served(options=OPTIONS)
-    for daemon in (group.prefill, group.decode):
-        for pid in (daemon.process.pid, *followers(daemon)):
-            assert "numpy" in mapped_files(pid)
-            assert "libtorch" not in mapped_files(pid)
 
 
 @pytest.mark.full

@@ -100,8 +100,8 @@ def capabilities(engine: str, table: Mapping[str, Since], version: str) -> froze
         module, _, attributes = proof.partition(":")
         try:
             reduce(getattr, attributes.split("."), import_module(module)) if module else None
-        except AttributeError:
-            raise ImportError(f"{engine} {version}: has no {proof}, which {text} is the first to have") from None
+        except (AttributeError, ModuleNotFoundError) as error:
+            raise ImportError(f"{engine} {version}: has no {proof}, which {text} is the first to have") from error
     return frozenset(has)
 
 

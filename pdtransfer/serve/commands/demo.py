@@ -229,7 +229,7 @@ async def _ask(model: DemoModel, url: str, texts: Sequence[str], console: Consol
 async def _ready(session: aiohttp.ClientSession) -> None:
     try:
         for _ in range(200):
-            async with session.get("/health") as response:
+            async with session.get("/health", timeout=aiohttp.ClientTimeout(sock_read=SETTLE_S)) as response:
                 if response.status == 200:
                     return
             await asyncio.sleep(0.05)

@@ -415,9 +415,7 @@ def test_a_range_that_the_engines_of_a_minute_may_fill_is_a_warning(ports: str, 
         assert engine_probes.engine_ports(tmp_path, [port_range("ports", mended)]).state == "ok"
 
 
-def test_doctor_checks_the_ports_from_flag_environment_or_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_checks_the_ports_from_flag_environment_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[list[tuple[int, int]]] = []
 
     def look(_root: Path, ranges: list[tuple[int, int]]) -> Seen:
@@ -433,9 +431,7 @@ def test_doctor_checks_the_ports_from_flag_environment_or_file(
     monkeypatch.setenv("PDTRANSFER_TRANSPORT_PORTS", "24000-24999")
     assert cli.main(["--config", str(file), "doctor"]) == 0
     assert cli.main(["doctor", "--transport-ports", "25000-25999"]) == 0
-    assert cli.main(["doctor", "--transport-ports", "25000"]) == 2
     assert looked == [DEFAULT, [(22_000, 22_031), (23_000, 23_999)], [(24_000, 24_999)], [(25_000, 25_999)]]
-    assert "transport_ports" in capsys.readouterr().err
 
 
 # Mooncake
@@ -511,8 +507,6 @@ def test_each_transport_is_asked_for_a_daemons_addresses(
     assert found["state"] == "warn"
     assert "to other hosts none (bind = 'tcp://[::1]:7101': transport mooncake" in found["found"]
     assert "bind an IPv4 address" in found["mend"]
-    assert cli.main(["doctor", "--bind", "7101"]) == 2
-    assert "bind = '7101'" in capsys.readouterr().err
 
 
 def test_what_pip_is_to_install_comes_from_where_this_package_came(

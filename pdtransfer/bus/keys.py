@@ -274,7 +274,7 @@ def _create(path: Path, text: str, mode: int) -> None:
 
 
 def read_guarded(path: str | Path, *, forbidden: int, advice: str) -> str:
-    """Returns a file's text. Raises ConfigError for a mode with any `forbidden` bit, with this advice."""
+    """A file's text, without its byte order mark. ConfigError for a mode with any `forbidden` bit, with this advice."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -288,9 +288,9 @@ def read_guarded(path: str | Path, *, forbidden: int, advice: str) -> str:
     if len(content) > FILE_BYTES_MAX:
         raise ConfigError(f"{path}: more than {FILE_BYTES_MAX} bytes")
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
+        line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}:{line}: not UTF-8") from None
 
 

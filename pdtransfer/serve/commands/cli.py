@@ -57,7 +57,7 @@ def router(config: Annotated[RouterConfig | None, FLAT] = None) -> int:
     from ..router.process import run
 
     config = config or RouterConfig()
-    logs.start_for(config)
+    logs.start(config)
     warn_of_unknown(config)
     return run(config)
 

@@ -26,7 +26,7 @@ def _run(config: PrefillConfig | DecodeConfig) -> int:
     with without_collection():
         from ..worker.daemon import run
 
-    logs.start_for(config)
+    logs.start(config)
     warn_of_unknown(config)
     return run(config)
 

@@ -64,7 +64,7 @@ def read_api_key(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        key = path.read_text().strip()
+        key = path.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_key = '{path}': {getattr(error, 'strerror', None) or error}") from None
     if not key.isascii() or not key.isprintable() or len(key.split()) != 1:

@@ -51,7 +51,7 @@ def sources(path: Path | None) -> list[Callable[..., None]]:
 def read(path: Path) -> dict[str, dict[str, Any]]:
     """A table for each command: its own keys over those above all tables. ConfigError for an invalid file."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"config = '{path}': {error.strerror}") from error
     except ValueError as error:
@@ -107,11 +107,11 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def check_tokens(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001
-    """Raises ConfigError for what cyclopts converts to another value: an empty path, and an integer's fraction."""
+    """Raises ConfigError for what cyclopts takes and should not: no path, NUL in a path, an integer's fraction."""
     for argument in arguments:
         name, values = argument.name.lstrip("-").replace("-", "_"), [token.value for token in argument.tokens]
-        if argument.hint in (Path, Path | None) and "" in values:
-            raise ConfigError(f"{name} = '': must be a path, or left out")
+        if argument.hint in (Path, Path | None) and (wrong := [text for text in values if not text or "\0" in text]):
+            raise ConfigError(f"{name} = {wrong[0]!r}: must be a path, or left out")
         if argument.hint in (int, int | None) and re.search(r"\.\d*[1-9]", " ".join(values)):
             raise ConfigError(f"{name} = {values[-1]}: must be an integer")
 

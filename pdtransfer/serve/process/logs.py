@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from ...errors import missing_extra
+from ...errors import ConfigError, missing_extra
 
 if TYPE_CHECKING:
     from ..settings.node import NodeConfig
@@ -191,18 +190,17 @@ class LogFile(logging.handlers.WatchedFileHandler):
                 print(f"pdtransfer: log_file: {printable(text)}", file=sys.stderr)
 
 
-def start(*, node: str, role: str, level: str, file: Path | None, form: Literal["text", "json"] = "text") -> None:
-    """Sends logs to `file`, or to standard error without one. Raises ConfigError where `form` lacks its library."""
-    if form == "json":
-        formatter = json_formatter(node=node, role=role)
+def start(config: NodeConfig) -> None:
+    """Sends the logs of a process where its settings choose. Raises ConfigError for a file that cannot be written, and
+    where the format lacks its library."""
+    if config.log_format == "json":
+        formatter = json_formatter(node=config.node, role=config.role)
     else:
-        formatter = LineFormatter(f"%(asctime)s %(levelname)s {node} %(name)s: %(message)s")
-    handler = LogFile(file) if file else logging.StreamHandler()
+        formatter = LineFormatter(f"%(asctime)s %(levelname)s {config.node} %(name)s: %(message)s")
+    try:
+        handler = LogFile(config.log_file) if config.log_file else logging.StreamHandler()
+    except OSError as error:
+        raise ConfigError(f"log_file = '{config.log_file}': {error.strerror}") from None
     handler.setFormatter(formatter)
     handler.addFilter(LogRateLimit(logging.root.handle))  # whose handler may be another one when a report is due
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-
-
-def start_for(config: NodeConfig) -> None:
-    """Sends the logs of a process where its settings choose. Raises as `start`."""
-    start(node=config.node, role=config.role, level=config.log_level, file=config.log_file, form=config.log_format)
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)

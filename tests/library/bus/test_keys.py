@@ -103,7 +103,7 @@ def test_an_unreadable_file_is_a_config_error(tmp_path: Path) -> None:
         KeyPair.read(tmp_path / "absent.key")
     with pytest.raises(ConfigError, match="directory"):
         AllowList.read(tmp_path)
-    (tmp_path / "list").write_bytes(b"# fine\n\xff\xfe")
+    (tmp_path / "list").write_bytes(b"\xef\xbb\xbf# fine\n\xff\xfe")
     with pytest.raises(ConfigError, match="list:2: not UTF-8"):
         AllowList.read(tmp_path / "list")
 

@@ -136,7 +136,7 @@ def test_one_picture_and_the_document_are_printed(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("text", "status", "reason"),
-    [("sk-good\n", 0, ""), ("sk-bad", 1, "asks for an API key"), ("two words", 2, "one word")],
+    [("\ufeffsk-good\n", 0, ""), ("sk-bad", 1, "asks for an API key"), ("two words", 2, "one word")],
 )
 def test_a_key_is_sent_where_a_file_names_one(
     text: str, status: int, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

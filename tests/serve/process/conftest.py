@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdtransfer.serve.process import logs
+from pdtransfer.serve.settings.router import RouterConfig
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     before, level = root.handlers[:], root.level
 
     def start(**more: Any) -> Path:
-        logs.start(**{"node": "router", "role": "router", "level": "info", "file": tmp_path / "log"} | more)
+        logs.start(RouterConfig(**{"node": "router", "log_file": tmp_path / "log"} | more))
         return tmp_path / "log"
 
     yield start

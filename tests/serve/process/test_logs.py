@@ -14,7 +14,7 @@ from pdtransfer.serve.process import logs
 
 @pytest.fixture
 def file(started: Callable[..., Path]) -> Path:
-    return started(node="d0", role="decode")
+    return started(node="d0")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_kinds_of_lines_are_bounded_and_those_forgotten_are_reported(monkeypatch
 
 
 def test_what_was_held_back_is_reported_where_logs_go_by_then(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, started: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timers: list[Callable[[], None]] = []
     monkeypatch.setattr(logs.threading, "Timer", lambda _, report: timers.append(report) or threading.Thread())
@@ -124,7 +124,7 @@ def test_what_was_held_back_is_reported_where_logs_go_by_then(
     monkeypatch.setattr(logs.time, "monotonic", lambda: now)
     for _ in range(logs.BURST + 3):
         logging.getLogger("a").warning("early")
-    logs.start(node="d0", role="decode", level="info", file=tmp_path / "later")
+    started(log_file=tmp_path / "later")
     now += logs.PERIOD_S
     timers[0]()
     assert "were held back: early" in (tmp_path / "later").read_text()
@@ -134,7 +134,7 @@ def test_what_was_held_back_is_reported_where_logs_go_by_then(
 def test_a_full_disk_is_reported_once_and_loses_lines_alone(
     started: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started(file=Path("/dev/full"))
+    started(log_file=Path("/dev/full"))
     for text in ("one", "two"):
         logging.getLogger("a").warning(text)
     assert capsys.readouterr().err == (
@@ -144,7 +144,7 @@ def test_a_full_disk_is_reported_once_and_loses_lines_alone(
 
 def test_a_log_goes_on_once_its_directory_is_there_again(started: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    started(file=tmp_path / "logs" / "log")
+    started(log_file=tmp_path / "logs" / "log")
     (tmp_path / "logs").rename(tmp_path / "moved")
     logging.getLogger("a").warning("lost")
     (tmp_path / "logs").mkdir()

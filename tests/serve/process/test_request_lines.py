@@ -51,7 +51,7 @@ def test_no_value_can_pass_for_further_fields(started: Callable[..., Path]) -> N
 
 
 def test_json_has_the_same_fields_beside_time_and_level(started: Callable[..., Path]) -> None:
-    file = started(form="json")
+    file = started(log_format="json")
     log_ended(LOST)
     logging.getLogger("pdtransfer.x").error("not %d\n", 7)
     line, other = map(json.loads, file.read_text().splitlines())

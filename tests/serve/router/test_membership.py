@@ -173,7 +173,7 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, error: s
 
 def test_a_file_of_comments_and_workers_is_read(tmp_path: Path) -> None:
     file = tmp_path / "workers"
-    file.write_text(f"# prefill\nprefill {P}\n\n  decode   {D}  \n")
+    file.write_text(f"\ufeff# prefill\nprefill {P}\n\n  decode   {D}  \n")
     assert members()[0].read(file) == {P: "prefill", D: "decode"}
     file.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="workers_file"):
@@ -195,7 +195,7 @@ def test_a_name_must_mean_one_worker() -> None:
 @pytest.fixture
 def token(tmp_path: Path) -> Path:
     file = tmp_path / "token"
-    file.write_text(TOKEN + "\n")
+    file.write_text(f"\ufeff{TOKEN}\n")
     file.chmod(0o600)
     return file
 

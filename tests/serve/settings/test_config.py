@@ -154,7 +154,7 @@ def test_the_demos_host_layout_is_that_of_decodes_arena(monkeypatch: pytest.Monk
 
 
 def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pd.toml").write_text("[prefill]\nchunk_tokens = 99\n")
+    (tmp_path / "pd.toml").write_text("\ufeff[prefill]\nchunk_tokens = 99\n")
     monkeypatch.setenv("PDTRANSFER_CONFIG", str(tmp_path / "pd.toml"))
     assert bound(monkeypatch, "prefill").chunk_tokens == 99
 

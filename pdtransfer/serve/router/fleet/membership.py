@@ -148,7 +148,7 @@ class Membership:
         wait for the resolver of names."""
         try:
             with path.open("rb") as file:
-                text = file.read(FILE_BYTES_MAX + 1).decode()
+                text = file.read(FILE_BYTES_MAX + 1).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"workers_file = '{path}': {getattr(error, 'strerror', None) or error}") from None
         if len(text) > FILE_BYTES_MAX:

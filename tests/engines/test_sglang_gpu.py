@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from tests.engines.pcie import PcieReads, UnsupportedError
+from tests.engines.sglang_options import COMMON, DECODE, HISPARSE, LENGTHS, PREFILL, SPARSE, TOP_K
 from tests.engines.sglang_requests import mixed_requests
 from tests.support.paths import REPO
 from tests.support.sglang_engine import (
@@ -44,27 +45,10 @@ pytestmark = [
 ]
 
 TOKENS = 64
-LENGTHS = 5, 300, 3_000, 6_000  # the last two have more tokens than a device buffer of HiSparse
-TOP_K = 2_048
 # Another batch, and chunks of other sizes, move most log-probabilities by less: of bytes and of a choice of the top k
 # more than of others. Of an answer to another prompt hardly any token is near.
 NEAR, SHARE_MIN, SHARE_OF_ANOTHER = 0.5, 0.7, 0.3
 
-COMMON: dict[str, Any] = {
-    "enable_deterministic_inference": False,  # of sparse attention there is none
-    "dtype": "bfloat16", "page_size": 64, "chunked_prefill_size": 2_048, "context_length": 16_384,
-    "max_total_tokens": 32_768,
-}  # fmt: skip
-# The default choice of the top k is not repeatable, even on one server.
-SPARSE: dict[str, Any] = {
-    "attention_backend": False, "dsa_prefill_backend": "flashmla_sparse", "dsa_decode_backend": "flashmla_sparse",
-    "dsa_topk_backend": "torch", "kv_cache_dtype": "bfloat16",
-}  # fmt: skip
-HISPARSE: dict[str, Any] = {
-    "enable_hisparse": True,
-    "hisparse_config": json.dumps({"top_k": TOP_K, "device_buffer_size": TOP_K, "host_to_device_ratio": 4}),
-}
-PREFILL, DECODE = {"disaggregation_mode": "prefill"}, {"disaggregation_mode": "decode"}
 SETTINGS: dict[str, Any] = {"verify": False, "time_left_s": 60.0}
 _SETTINGS: dict[str, Any] = {"settings": SETTINGS}
 

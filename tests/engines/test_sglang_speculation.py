@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines import sglang_options
 from tests.support.sglang_engine import DEVICE, RefusedError, SglangPair, SglangServer, is_since
 from tests.support.vllm_engine import Checkpoints, prompts
 
@@ -22,6 +23,7 @@ OF_A_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="no stand-in for latent at
 LENGTHS = 5, 20, 70, 130, 300  # within a page, of several, and of two chunks
 TOKENS = 24
 DRAFTS = 3
+PREFILL, DECODE = sglang_options.PREFILL, sglang_options.DECODE
 
 
 def drafted(server: SglangServer, prompt: list[int], **room: Any) -> tuple[list[int], int]:
@@ -39,10 +41,13 @@ def handed_over(pair: SglangPair, prompt: list[int]) -> tuple[list[int], int]:
     return answer
 
 
-@pytest.mark.parametrize("name", ["llama_drafted", pytest.param("deepseek_v3_drafted", marks=OF_A_GPU)])
+@pytest.mark.parametrize(
+    "name", ["llama_drafted", *(pytest.param(f"deepseek_{kind}_drafted", marks=OF_A_GPU) for kind in ("v3", "v32"))]
+)
 def test_decode_drafts_as_one_server_does(sglang_checkpoints: Checkpoints, tmp_path: Path, name: str) -> None:
     """The drafter, a head beside the model or its own layer for multi-token prediction, has the model's own layers, and
-    drafts what the model takes, if it has the KV of the prompt. A prefill server without it is refused."""
+    drafts what the model takes, if it has the KV of the prompt. A prefill server without it is refused. DeepSeek V3.2
+    has its own KV in the host pool of HiSparse, and the drafter's on the device."""
     model, head = sglang_checkpoints.path(name), tmp_path / "head"
     drafts: dict[str, Any] = {
         "speculative_algorithm": "EAGLE", "speculative_num_steps": DRAFTS, "speculative_eagle_topk": 1,
@@ -51,8 +56,11 @@ def test_decode_drafts_as_one_server_does(sglang_checkpoints: Checkpoints, tmp_p
     if name == "llama_drafted":
         sglang_checkpoints.eagle(model, head, "LlamaForCausalLMEagle")
         drafts["speculative_draft_model_path"] = head
-    prefill = {"disaggregation_mode": "prefill"}
-    decode = {"disaggregation_mode": "decode", "disaggregation_decode_retraction_backup": "cpu_tensor"}
+    prefill, decode, lengths = PREFILL, DECODE | {"disaggregation_decode_retraction_backup": "cpu_tensor"}, LENGTHS
+    if name == "deepseek_v32_drafted":
+        sparse = sglang_options.COMMON | sglang_options.SPARSE
+        drafts, prefill, decode = sparse | drafts, sparse | PREFILL, DECODE | sglang_options.HISPARSE
+        lengths = sglang_options.LENGTHS
     options = {"prefill": prefill | drafts, "decode": decode | drafts, "single": drafts, "plain": prefill}
     with ExitStack() as stack:
         settings = {"verify": True, "time_left_s": 60.0}
@@ -62,7 +70,7 @@ def test_decode_drafts_as_one_server_does(sglang_checkpoints: Checkpoints, tmp_p
         }
         for server in servers.values():
             server.ready()
-        asked = prompts(*LENGTHS, seed=34)
+        asked = prompts(*lengths, seed=34)
         expected = [drafted(servers["single"], prompt) for prompt in asked]
         assert sum(right for _, right in expected) > len(asked) * TOKENS / 3
         pair = SglangPair(servers["prefill"], servers["decode"])

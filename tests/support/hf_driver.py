@@ -201,6 +201,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Of the sizes that kernels of sparse attention (DSA) take; the second has a layer of experts.
     "glm_dsa": ("GlmMoeDsaConfig", SPARSE),
     "deepseek_v32": ("DeepseekV32Config", SPARSE | {"first_k_dense_replace": 3}),
+    "deepseek_v32_drafted": ("DeepseekV32Config", SPARSE | {"first_k_dense_replace": 0, "num_nextn_predict_layers": 1}),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fleets import GQA, LIMITS, Answer, Gates, Site, prompts, running
+from tests.support.fleets import GQA, LIMITS, Answer, Site, prompts, running
 from tests.support.waiting import until
 
 PLAIN = {"engine": "tests.support.engines.plain:create", "engine_option": ()}
@@ -30,9 +30,9 @@ async def sessions_of(site: Site, role: str) -> list[float]:
     return [(await site.metrics(each))["pdtransfer_sessions"] for each in living]
 
 
-async def begun(site: Site, role: str = "decode") -> list[float]:
-    """Rooms that each of these workers has been asked for."""
-    return [(await site.metrics(each))["pdtransfer_rooms_begun_total"] for each in site.fleet.of(role)]
+async def begun(site: Site) -> list[float]:
+    """Rooms that each decode worker has been asked for."""
+    return [(await site.metrics(each))["pdtransfer_rooms_begun_total"] for each in site.fleet.of("decode")]
 
 
 def right(answer: Answer) -> bool:
@@ -65,25 +65,6 @@ async def test_every_rank_of_a_decode_worker_has_its_sessions_before_a_request(t
             await up(site, 2, rank)
         assert await begun(site) == [0]
         await site.served(options=GQA)
-
-
-async def test_a_decode_of_few_places_keeps_some_for_the_prefills_that_rooms_name(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    gates = Gates(tmp_path_factory.mktemp("gates"))
-    held = PLAIN | {"engine_option": (f"gates={gates.directory}",)}
-    few = PLAIN | {"limits": replace(LIMITS, sessions_max=2)}
-    async with running(tmp_path_factory.mktemp("f"), prefills=[held] * 2, decodes=[few]) as site:
-        await up(site, 1)
-
-        async def both_have_one() -> bool:
-            return await begun(site, "prefill") == [1, 1]
-
-        with gates.closed("prefill"):
-            asked = [asyncio.create_task(site.complete(text)) for text in prompts(6, 20, 30)]
-            await until(both_have_one)
-        assert all(map(right, await asyncio.gather(*asked)))
-        await up(site, 2)
 
 
 async def test_a_prefill_of_one_place_serves_the_decode_that_has_it_and_then_the_other(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_bytes_in_flight_are_those_that_cross() -> None:
     assert end.core.admission.inflight_bytes == 0
 
 
-@pytest.mark.parametrize(("sessions_max", "ahead"), [(1, 0), (5, 2), (1_024, AHEAD_MAX)])
+@pytest.mark.parametrize(("sessions_max", "ahead"), [(1, 0), (2, 1), (5, 2), (1_024, AHEAD_MAX)])
 def test_half_of_the_places_are_kept_for_peers_that_rooms_name(sessions_max: int, ahead: int) -> None:
     end = DecodeEnd(replace(LIMITS, sessions_max=sessions_max))
     names = [f"tcp://p{number}" for number in range(AHEAD_MAX + 1)]

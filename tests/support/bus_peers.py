@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import pytest
 import zmq
+from msgspec.structs import replace
 from zmq.utils.monitor import parse_monitor_message
 
 from pdtransfer.bus import Bus, BusLimits
@@ -20,6 +21,7 @@ from pdtransfer.wire import Goodbye, Grant, Hello, Identity, Message, Part, Ping
 from tests.support.internals import dialled_by
 from tests.support.waiting import until
 
+Kind = TypeVar("Kind", bound=Message)
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 LIMITS = BusLimits(reconnect_ms=20, reconnect_ms_max=50, redial_ms=200, redial_ms_max=400, linger_ms=500)
 ANY_PORT = "tcp://127.0.0.1:0"
@@ -121,6 +123,12 @@ class Raw:
     async def receive(self) -> Message:
         await until(lambda: not self.quiet)
         return decode(self.socket.recv())
+
+    async def got(self, kind: type[Kind], **fields: Any) -> Kind:
+        """The next message of this kind that has these fields."""
+        while not isinstance(message := await self.receive(), kind) or replace(message, **fields) != message:
+            pass
+        return message
 
     @property
     def quiet(self) -> bool:

@@ -16,13 +16,6 @@ from pdtransfer.serve.worker import daemon as daemon_module
 from tests.support.paths import REPO
 from tests.support.waiting import wait_for
 
-FACTORIES = """\
-def create(config):
-    raise RuntimeError("no licence\\nfor this host")
-def number(config):
-    return 3
-"""
-
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("flag", ["--bind", "--listen"])
@@ -41,25 +34,6 @@ def test_a_taken_port_is_refused_before_an_engine_is_made(
     printed = capsys.readouterr().err
     assert address.removeprefix("tcp://") in printed
     assert "in use" in printed
-
-
-@pytest.mark.parametrize(
-    ("attribute", "text"),
-    [
-        ("create", "RuntimeError: no licence for this host ("),
-        ("number", "the factory returns a int without `description`, an EngineDescription"),
-    ],
-)
-def test_a_factory_of_the_users_that_fails_is_named_and_is_no_bug_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], attribute: str, text: str
-) -> None:
-    (tmp_path / "users_factories.py").write_text(FACTORIES)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    engine = f"users_factories:{attribute}"
-    assert main(["prefill", "--engine", engine, "--bind", "tcp://127.0.0.1:0", "--listen", ""]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"pdtransfer: engine = '{engine}': {text}")
-    assert printed.count("\n") == 1
 
 
 def test_a_hangup_without_a_file_to_read_again_ends_nothing_and_changes_nothing(tmp_path: Path) -> None:

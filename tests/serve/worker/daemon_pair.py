@@ -106,14 +106,15 @@ class Prefill:
 
     thread: threading.Thread
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
         config = PrefillConfig(**OPTIONS)
         engine = create_engine(config.factory, config.engine_config)
         self.ended = list[EndedRequest]()
         (ended := EndedRequests()).subscribe(self.ended.append)
         self.daemon = PrefillDaemon(
-            config, _settings("p0", engine), engine, port := ThreadQueues[Order](), CollectorRegistry(), ended=ended
-        )
+            config, _settings("p0", engine), engine, port := ThreadQueues[Order](), CollectorRegistry(),
+            GroupLeader(ranks), ended=ended,
+        )  # fmt: skip
         port.attach(asyncio.get_running_loop())
         self.routers, self.endpoint = Routers(self.daemon, "a", "b"), ""
 
@@ -128,6 +129,11 @@ class Prefill:
         """Nothing reads a page of any room."""
         await until(lambda: not self.daemon.rank.rooms)
 
+    async def close(self) -> None:
+        self.daemon.desk.ticker.stop()
+        await self.daemon.node.close()
+        self.daemon.port.close()
+
 
 def _settings(node: str, engine: Any, ranks: Ranks = Ranks()) -> NodeSettings:  # noqa: B008
     return NodeSettings(node=node, model=engine.description.model, weights=engine.description.weights, ranks=ranks)
@@ -141,9 +147,7 @@ async def prefill() -> AsyncIterator[Prefill]:
         async with engine_of(made.daemon) as made.thread:
             yield made
     finally:
-        made.daemon.desk.ticker.stop()
-        await made.daemon.node.close()
-        made.daemon.port.close()
+        await made.close()
 
 
 @asynccontextmanager

@@ -39,10 +39,11 @@ async def test_beyond_its_bound_a_request_is_answered_full_and_when_to_ask_again
         assert (end.reason, end.retry_ms >= 100) == ("full", True)
         assert "hisparse_queue_max = 2" in end.detail
         # One that has a place on the device waits no more; one that is given up makes room as well.
-        daemon._engine.model.hot.figures = HotFigures(running=1)
+        hot = daemon._engine.model.hot
+        hot.figures = HotFigures(running=1)
         daemon.routers.send("a", begin(5))
         assert taken(daemon) == {1, 2, 4, 5}
-        daemon._engine.model.hot.figures = HotFigures()
+        hot.figures = HotFigures()
         daemon.stop(1, Cause.ABORTED)
         daemon.stop(2, Cause.ABORTED)
         daemon.routers.send("a", begin(6), begin(7))

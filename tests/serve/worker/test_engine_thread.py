@@ -14,7 +14,6 @@ import pytest
 
 from pdtransfer import wire
 from pdtransfer.client.thread_queues import ThreadQueues
-from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import AUX_BYTES_MAX
@@ -234,23 +233,18 @@ def test_rows_of_a_window_may_begin_within_their_first_page(prefill: Site) -> No
     assert offered.cell.source_slots.tolist() == [9 * PAGE + 14, 9 * PAGE + 15, *range(2 * PAGE, 2 * PAGE + 15)]
 
 
-def test_prompts_wait_in_order_for_pages_are_counted_and_go_on_when_some_are_free(prefill: Site) -> None:
+def test_prompts_wait_in_order_for_pages_without_turns_are_counted_and_go_on_when_some_are_free(prefill: Site) -> None:
     prefill.send(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
     prefill.until(lambda: len(prefill.of(1)) == 2)
     assert prefill.of(3) == []  # it would fit, and it is not its turn
     prefill.until(lambda: prefill.work.waiting == 2)
+    steps = prefill.engine.steps
+    time.sleep(0.1)
+    assert prefill.engine.steps <= steps + 1
     prefill.send(Free(1))
     prefill.until(lambda: len(prefill.of(2)) == 2 and len(prefill.of(3)) == 2)
     assert [outcome.room for outcome in prefill.outcomes] == [1, 1, 2, 2, 3, 3]
     prefill.until(lambda: prefill.work.waiting == 0)
-
-
-def test_a_prompt_that_waits_for_pages_costs_no_turns_of_the_thread(prefill: Site) -> None:
-    prefill.send(Compute(request(1, 60)), Compute(request(2, 40)))
-    prefill.until(lambda: len(prefill.of(1)) == 2)
-    steps = prefill.engine.steps
-    time.sleep(0.1)
-    assert prefill.engine.steps <= steps + 1
 
 
 def test_a_prompt_that_never_fits_is_refused_and_those_behind_it_go_on(prefill: Site) -> None:
@@ -259,7 +253,7 @@ def test_a_prompt_that_never_fits_is_refused_and_those_behind_it_go_on(prefill: 
     assert prefill.of(1) == [Refused(1, "500 tokens never fit")]
 
 
-def test_a_cancelled_prompt_that_waits_is_never_computed(prefill: Site) -> None:
+def test_a_cancelled_prompt_that_waits_is_never_computed_and_all_calls_are_of_the_engines_thread(prefill: Site) -> None:
     prefill.send(Compute(request(1, 60)))
     prefill.until(lambda: len(prefill.of(1)) == 2)
     prefill.send(Compute(request(2, 40)), Compute(request(3, 5)), Drop(2))
@@ -267,15 +261,7 @@ def test_a_cancelled_prompt_that_waits_is_never_computed(prefill: Site) -> None:
     prefill.send(Free(1))
     prefill.until(lambda: len(prefill.of(3)) == 2)
     assert prefill.of(2) == []
-    assert ("cancel", 2) in prefill.engine.calls
-
-
-def test_pages_are_freed_by_the_engines_thread(prefill: Site) -> None:
-    prefill.send(Compute(request(1, 60)))
-    prefill.until(lambda: prefill.of(1))
-    prefill.send(Drop(1), Free(1))
-    prefill.until(lambda: prefill.engine.pages_free == 4)
-    assert prefill.engine.calls == [("admit", 1), ("cancel", 1), ("free", 1)]
+    assert {("cancel", 2), ("free", 1)} <= {*prefill.engine.calls}
     assert prefill.engine.threads == {prefill.thread.ident}
 
 
@@ -299,44 +285,23 @@ def test_an_engine_whose_cell_is_wrong_breaks_that_room_alone(prefill: Site, wro
     assert not prefill.died
 
 
-def test_a_landed_room_is_generated_from(decode: Site) -> None:
-    decode.send(Generate(request(1), {"kv": np.arange(23)}, b"aux"))
-    decode.until(lambda: len(decode.of(1)) == 4)
-    assert [each.id for each in decode.of(1)[:3]] == [0, 1, 2]
-    assert decode.of(1)[3] == Finished(room=1, reason="length")
-    assert decode.engine.threads == {decode.thread.ident}
-
-
-def test_a_room_that_the_engine_refuses_is_broken_and_others_go_on(decode: Site) -> None:
+def test_a_room_that_the_engine_refuses_is_broken_and_others_are_generated_from(decode: Site) -> None:
     decode.send(Generate(request(1), {}, b"another"), Generate(request(2), {}, b"aux"))
     decode.until(lambda: len(decode.of(2)) == 4)
     assert decode.of(1) == [Broken(room=1, detail="aux: b'another'")]
+    assert [each.id for each in decode.of(2)[:3]] == [0, 1, 2]
+    assert decode.of(2)[3] == Finished(room=2, reason="length")
+    assert decode.engine.threads == {decode.thread.ident}
 
 
 def test_cancel_is_answered_once_the_engine_has_dropped_the_room(decode: Site) -> None:
     seen, cancel = list[bool](), decode.engine.cancel
-    decode.engine.cancel = lambda room: (
-        cancel(room),
-        seen.append(any(isinstance(e, Dropped) for e in decode.outcomes)),
-    )
+    decode.engine.cancel = lambda room: cancel(room) or seen.append(Dropped(room) in decode.outcomes)
     decode.engine.made = lambda each: []
     decode.send(Generate(request(1), {}, b"aux"), Drop(1), Drop(9))
     decode.until(lambda: Dropped(9) in decode.outcomes)
     assert decode.outcomes == [Dropped(1), Dropped(9)]
     assert seen == [False, False]
-
-
-def test_an_engine_that_breaks_down_ends_the_thread_and_reports_why(
-    decode: Site, caplog: pytest.LogCaptureFixture
-) -> None:
-    def breaks(_: Request) -> list:
-        raise RuntimeError("out of memory")
-
-    decode.engine.made = breaks
-    decode.send(Generate(request(1), {}, b"aux"))
-    decode.until(lambda: decode.died)
-    assert str(decode.died[0]) == "out of memory"
-    assert "the engine broke down" in caplog.text
 
 
 async def test_the_orders_of_no_step_are_longer_than_one_frame() -> None:
@@ -386,21 +351,6 @@ def test_an_engine_that_has_something_to_warm_up_does_so_on_its_thread_before_an
     assert engine.calls == [("warm up", 0), ("admit", 1)]
     assert engine.threads == {thread.ident}
     assert calls_before == [1], "whoever says that it is ready hears between the two"
-    port.close()
-
-
-def test_an_engine_that_breaks_down_while_it_warms_up_is_dead() -> None:
-    engine, port, died = Prefill(made=computed), ThreadQueues[Order](), list[BaseException]()
-
-    def breaks() -> None:
-        raise WorldError("card 0: CUBLAS_STATUS_ALLOC_FAILED")
-
-    engine.warm_up = breaks  # type: ignore[attr-defined]
-    warm: list[int] = []
-    work = PrefillThread(engine, port, lambda _: None, leader_steps(engine, port, None))
-    engine_thread.start(work, died.append, lambda: warm.append(1)).join(60)
-    assert [str(error) for error in died] == ["card 0: CUBLAS_STATUS_ALLOC_FAILED"]
-    assert not warm
     port.close()
 
 

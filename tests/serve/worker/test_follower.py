@@ -100,16 +100,8 @@ async def test_a_prefill_rank_takes_the_next_room_of_an_id_before_the_pages_of_t
     engine, reports, port = create_engine(config.factory, config.engine_config), Reports(), ThreadQueues[list[Order]]()
     journeys = Journeys()
     settings = NodeSettings(node="p0-tp1", model=engine.description.model, weights=engine.description.weights)
-    rank = PrefillRank(
-        config,
-        settings,
-        engine,
-        port,
-        follower_steps(port),
-        reports,
-        CollectorRegistry(),
-        journeys,  # type: ignore[arg-type]
-    )
+    given: Any = follower_steps(port), reports, CollectorRegistry(), journeys
+    rank = PrefillRank(config, settings, engine, port, *given)
     begun = begin(7)
     rank.start(begun, request_of(begun, 1))
     with pytest.raises(RemoteProtocolError, match="0000000000000007 is open here"):

@@ -9,19 +9,15 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from prometheus_client import CollectorRegistry
 
 from pdtransfer.bus.keys import generate
-from pdtransfer.client.settings import NodeSettings
-from pdtransfer.client.thread_queues import ThreadQueues
 from pdtransfer.clock_name import clock_digest
 from pdtransfer.errors import Cause, ConfigError, RemoteProtocolError
 from pdtransfer.serve.settings.worker import PrefillConfig
 from pdtransfer.serve.worker import daemon
 from pdtransfer.serve.worker.daemon import create_engine
-from pdtransfer.serve.worker.engine_thread import Compute, Drop, Free, Order, Quit, Refused
-from pdtransfer.serve.worker.group.leader import GroupLeader, JoinedRank
-from pdtransfer.serve.worker.prefill_daemon import PrefillDaemon
+from pdtransfer.serve.worker.engine_thread import Compute, Drop, Free, Quit, Refused
+from pdtransfer.serve.worker.group.leader import JoinedRank
 from pdtransfer.wire import (
     Begin,
     Cancel,
@@ -37,7 +33,7 @@ from pdtransfer.wire import (
     Sampling,
     pack_ids,
 )
-from tests.serve.worker.daemon_pair import Routers
+from tests.serve.worker.daemon_pair import Prefill
 
 BEGIN = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
 OTHER = JoinedRank(Ranks(1, 2), "p0-tp1")
@@ -46,18 +42,12 @@ OTHER = JoinedRank(Ranks(1, 2), "p0-tp1")
 @asynccontextmanager
 async def leading(ranks: Ranks = Ranks(0, 2)) -> AsyncIterator[Any]:  # noqa: B008
     """A daemon of these ranks, with `routers`; its engine does not run."""
-    config = PrefillConfig(slots=1_024, listen="")
-    engine = create_engine(config.factory, config.engine_config)
-    settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
-    port = ThreadQueues[Order]()
-    made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(ranks))
-    made.routers = Routers(made, "a", "b")  # type: ignore[attr-defined]
+    made = Prefill(ranks)
+    made.daemon.routers = made.routers  # type: ignore[attr-defined]
     try:
-        yield made
+        yield made.daemon
     finally:
-        made.desk.ticker.stop()
-        await made.node.close()
-        port.close()
+        await made.close()
 
 
 async def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
@@ -89,11 +79,23 @@ async def test_only_a_leader_that_ranks_follow_announces_its_steps(ranks: Ranks,
 
 @pytest.mark.parametrize(
     ("path", "text"),
-    [("os:path", "must be a factory, it is a module"), ("os:nothing", "module 'os' has no attribute 'nothing'")],
+    [
+        ("os:path", "must be a factory, it is a module"),
+        ("os:nothing", "module 'os' has no attribute 'nothing'"),
+        ("nothing:os", "No module named 'nothing'"),
+        ("ast:literal_eval", "malformed node or string: EngineConfig.*"),
+        ("json:loads", r"TypeError: the JSON object must be str, .* \(/.*/json/__init__.py:\d+\)"),
+        ("copy:copy", "the factory returns a EngineConfig without `description`, an EngineDescription"),
+    ],
 )
 def test_an_engine_that_is_none_is_one_clear_error(path: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"(?m)^engine = '{path}': {text}$"):
         create_engine(path, PrefillConfig(engine=path).engine_config)
+
+
+def test_a_bug_in_a_factory_of_ours_is_passed_on() -> None:
+    with pytest.raises(TypeError):
+        create_engine("pdtransfer.wire:pack_ids", PrefillConfig().engine_config)
 
 
 @pytest.mark.parametrize("name", ["key", "allow"])

@@ -24,7 +24,7 @@ from pdtransfer.limits import ENDED_ROOMS_MAX, ROUTERS_MAX, TEXT_LENGTH_MAX, TOK
 from pdtransfer.serve.worker.service import IntroducePeers, RefusedRoom, Service, StartRoom, StopRoom
 from pdtransfer.wire import Begin, End, Hello, Load, Ping, Sampling, Tokens, TokensAcked, pack_ids, unpack_ids
 from tests.library.handoff.player import SessionPlayer
-from tests.support.routing_world import LIMITS, Faults, Net, World, identity, request
+from tests.support.routing_world import LIMITS, identity
 from tests.support.scenarios import plays
 from tests.support.session_ends import CoreAndClock, sent
 
@@ -160,23 +160,3 @@ def test_logprobs_travel_with_their_ids_and_are_as_many_as_the_request_asks_for(
 def test_a_long_reason_is_cut_to_what_the_wire_takes(daemon: Daemon) -> None:
     (end,) = daemon.core.end(End(7, "engine", "x" * 10_000, 0), 0.0)
     assert wire.decode(wire.encode(end.message)).detail == "x" * TEXT_LENGTH_MAX
-
-
-def test_a_restarted_router_finds_every_daemon_free_again() -> None:
-    for seed in range(5):
-        world = World(seed, net=Net(0.1, 0.1, (0.001, 0.1)), faults=Faults(slow_s=2.0))
-        world.run(2)
-        for number in range(8):
-            world.submit(request(number, max_tokens=40))
-        world.run(1)
-        before = {room for _, room in world.starts}  # more than were submitted, where a daemon counted as lost
-        assert sum(len(daemon.live) for daemon in world.daemons) > 0
-        world.restart_router()
-        world.heal()
-        world.run(20)
-        assert all(not daemon.live and daemon.service.room_count == 0 for daemon in world.daemons)
-        assert {room for _, room, _ in world.stops} <= before
-        assert world.stops
-        assert isinstance(world.submit(request()), int)
-        world.run(20)
-        world.check_quiet()

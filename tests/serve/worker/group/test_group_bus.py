@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from pdtransfer.bus import Bus
 from pdtransfer.bus.keys import AllowList, KeyPair, generate
 from pdtransfer.bus.listening import reserve
 from pdtransfer.client.settings import NodeSettings
-from pdtransfer.errors import ConfigError, RemoteProtocolError
-from pdtransfer.limits import Limits
-from pdtransfer.serve.worker.engine_thread import Drop
+from pdtransfer.errors import Cause, ConfigError, RemoteProtocolError, WorldError
+from pdtransfer.limits import TEXT_LENGTH_MAX, Limits
+from pdtransfer.serve.worker.engine_thread import Compute, Drop, Free, Generate, GenerateFrom, Quit
 from pdtransfer.serve.worker.group.follower import GroupFollower
 from pdtransfer.serve.worker.group.leader import GroupLeader, JoinedRank
 from pdtransfer.serve.worker.group.meeting import StoppedError, unless
@@ -43,7 +44,8 @@ from pdtransfer.wire import (
     decode,
     encode,
 )
-from tests.support.bus_peers import Context
+from tests.support.bus_peers import Context, Raw
+from tests.support.bus_peers import context as context  # noqa: PLC0414
 from tests.support.waiting import until
 
 LIMITS = Limits(ping_ms=20, silence_ms=1_000)
@@ -108,33 +110,14 @@ class Pair:
         await self.leader.close()
 
 
-class Stranger:
-    """A socket of its own, and what came to it: neither pings nor numbers anything."""
+class Stranger(Raw):
+    """Neither pings nor numbers anything."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._context: Context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.connect(endpoint)
-
-    def send(self, *frames: Message | bytes) -> None:
-        for frame in frames:
-            self._socket.send(frame if isinstance(frame, bytes) else encode(frame))
-
-    async def receive(self, kind: type[Any]) -> Any:
-        while True:
-            await until(lambda: bool(self._socket.poll(0)))
-            if isinstance(message := decode(self._socket.recv()), kind):
-                return message
-
-    async def joined(self, leader: Leader, **more: Any) -> None:
+    async def joined(self, leader: Leader) -> None:
         self.send(hello("f"))
-        await self.receive(Welcome)
-        self.send(join(**more))
+        await self.got(Welcome)
+        self.send(join())
         await leader.joined()
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
 
 
 def hello(name: str) -> Hello:
@@ -147,11 +130,18 @@ async def test_all_that_a_leader_sends_comes_once_and_in_order_and_so_do_reports
             leader.room(index, BEGIN)
             leader.step([Drop(index)])
             follower.bus.send(RankReady, index, 5, 3)
+        request: Any = SimpleNamespace(room=5)
+        leader.step([Compute(request), Generate(request, {}, b"aux"), GenerateFrom(request, {}, 0), Free(5)])
+        leader.step([Free(5), Quit()])
+        leader.abort(5, Cause.ENGINE, "x" * 10_000)
         leader.introduce(("tcp://p0:1",))
-        await until(lambda: len(follower.taken) == 2_001 and len(leader.reports) == 1_000)
+        await until(lambda: len(follower.taken) == 2_003 and len(leader.reports) == 1_000)
         rooms, steps = (follower.taken[first:2_000:2] for first in (0, 1))
         assert rooms == [RankRoom(2 * index + 1, index, BEGIN) for index in range(1_000)]
         assert steps == [StepOrders(2 * index + 2, (StepOrder("drop", index),)) for index in range(1_000)]
+        orders = (("compute", 5), ("generate", 5, b"aux"), ("generate", 5), ("free", 5))
+        failed = RankFailed(2_002, 5, "engine", "x" * TEXT_LENGTH_MAX)
+        assert follower.taken[2_000:2_002] == [StepOrders(2_001, tuple(StepOrder(*each) for each in orders)), failed]
         assert follower.taken[-1].peers == ("tcp://p0:1",)  # type: ignore[attr-defined]
         assert leader.reports == [RankReady(index + 1, index, 5, 3) for index in range(1_000)]
 
@@ -183,6 +173,8 @@ async def test_a_group_that_has_nothing_to_send_stays_and_either_end_sends_goodb
         follower.ask()
         await leader.ended.wait()
         await leader.close()
+        leader.fail("rank tp1 has ended with status 0")
+        assert not leader.lost.is_set()
         await follower.over.wait()
         await asyncio.sleep(4 * CALM.ping_ms / 1e3)  # the leader's end of the connection is gone
         assert not follower.lost.is_set()
@@ -198,6 +190,7 @@ async def test_a_group_that_has_nothing_to_send_stays_and_either_end_sends_goodb
         (join(settings=SETTINGS[:1]), "version: '' on rank tp1, '1' on its leader"),
         (join(settings=(*SETTINGS, Setting("new", "x"))), "new: 'x' on rank tp1, '' on its leader"),
         (RankJoin(Ranks(1, 2, 0, 2), "f", SETTINGS, TENSORS), "pp_size: 2 on rank pp0-tp1, 1 on its leader"),
+        (join(settings=(Setting("page_size", "x" * TEXT_LENGTH_MAX), SETTINGS[1])), "page_size: 'xxx"),
         (RankJoin(Ranks(1, 2), "f", SETTINGS, "here"), "tensors: endpoint 'here': is not tcp://host:port"),
     ],
 )
@@ -226,16 +219,14 @@ async def test_a_second_process_of_one_rank_is_refused_and_the_first_goes_on(nam
         assert not leader.lost.is_set()
 
 
-async def test_a_peer_of_another_role_cannot_join() -> None:
+async def test_a_peer_of_another_role_cannot_join(context: Context) -> None:
     leader = Leader()
-    stranger = Stranger(await leader.listen())
+    stranger = Stranger(context, await leader.listen())
     stranger.send(Hello(1, 1, node("f").identity("prefill")))
-    reject = await stranger.receive(Reject)
-    assert reject.fields == ("role: 'prefill' there, 'decode' here",)
+    assert await stranger.got(Reject) == Reject(0, "refused", ("role: 'prefill' there, 'decode' here",))
     stranger.send(join())
-    assert (await stranger.receive(Reject)).reason == "hello_first"
+    assert (await stranger.got(Reject)).reason == "hello_first"
     assert not leader.followers
-    stranger.close()
     await leader.close()
 
 
@@ -335,10 +326,10 @@ async def test_a_leader_that_answers_in_another_role_is_not_joined(role: str) ->
     ],
 )
 async def test_a_follower_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
-    frames: list[Message | bytes], why: str
+    frames: list[Message | bytes], why: str, context: Context
 ) -> None:
     leader = Leader()
-    stranger = Stranger(await leader.listen())
+    stranger = Stranger(context, await leader.listen())
     await stranger.joined(leader)
     leader.meet(TENSORS, SECRET)
     stranger.send(RankBound("tcp://f:1", ""))
@@ -347,17 +338,18 @@ async def test_a_follower_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     await leader.lost.wait()
     assert leader.why.startswith("rank tp1 (f) of this worker is lost: ")
     assert why in leader.why
-    stranger.close()
     await leader.close()
 
 
-async def test_a_follower_that_dies_is_lost_at_the_next_message() -> None:
+async def test_a_follower_that_dies_is_lost_at_the_next_message(context: Context) -> None:
     leader = Leader()
-    stranger = Stranger(await leader.listen())
+    stranger = Stranger(context, await leader.listen())
     await stranger.joined(leader)
-    stranger.close()
-    await leader.lost.wait()
-    assert leader.why == "rank tp1 (f) of this worker is lost: gone"
+    members = asyncio.ensure_future(leader.members("l"))
+    stranger.socket.close()
+    with pytest.raises(WorldError, match=r"^rank tp1 \(f\) of this worker is lost: gone$"):
+        await members
+    assert leader.lost.is_set()
     await leader.close()
 
 
@@ -374,9 +366,8 @@ async def test_a_follower_that_dies_is_lost_at_the_next_message() -> None:
     ],
 )
 async def test_a_leader_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
-    frames: list[Message | bytes], why: str
+    frames: list[Message | bytes], why: str, context: Context
 ) -> None:
-    context: Context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     follower = Follower(f"tcp://127.0.0.1:{port}")
@@ -404,8 +395,6 @@ async def test_a_leader_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     await follower.lost.wait()
     assert why in follower.why
     await follower.close()
-    socket.close(linger=0)
-    context.term()
 
 
 async def test_a_leader_that_dies_or_ends_while_ranks_wait_ends_their_wait() -> None:

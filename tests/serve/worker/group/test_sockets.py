@@ -118,7 +118,11 @@ def test_a_rank_that_is_gone_fails_the_calls_of_the_others() -> None:
         fourth.gather(np.zeros(4))
     with pytest.raises(WorldError, match="a rank of this worker is gone"):
         hand_on(first)
-    assert second._links.keys() == {0, 3}
+    links = second._links
+    assert links.keys() == {0, 3}
+    links[3].close()
+    with pytest.raises(WorldError, match="a rank of this worker is gone: its connection has ended"):
+        fourth.take_over(np.empty(4, np.float32))
 
 
 def test_parts_of_other_sizes_are_an_error_with_the_rank() -> None:

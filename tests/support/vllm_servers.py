@@ -335,12 +335,12 @@ class ServerSite:
         """The server is gone, and no look at its health shows it before a request meets it."""
         looked_at: set[str] = set()
 
-        async def look(server: Any) -> str:
+        async def look(server: Any, _: str) -> tuple[None, str]:
             looked_at.add(server.url)
             await asyncio.Event().wait()
-            return ""
+            return None, ""
 
-        self.backend.upstream.probe = look
+        self.backend.upstream.look = look
         await until(lambda: fake.url in looked_at, "the look before this one has ended")
         await fake.close()
         # A request on a kept connection whose end is not read yet would meet a server that dies, not one that refuses.

@@ -149,9 +149,9 @@ def test_a_router_that_exports_spans_has_one_of_its_own_in_each_trace() -> None:
     below, first = (ClientRequest.accept("r", "/", each, traced=True) for each in (headers, {}))
     assert below.trace is not None
     assert first.trace is not None
-    assert (below.trace.trace_id, below.parent_span, below.trace.sampled) == (TRACE, PARENT, False)
+    assert (below.trace.trace_id, below.ended().parent_span, below.trace.sampled) == (TRACE, PARENT, False)
     assert below.trace.span_id != PARENT
-    assert (first.parent_span, first.trace.sampled) == ("", True)
+    assert (first.ended().parent_span, first.trace.sampled) == ("", True)
     assert TraceContext.parse(first.traceparent) == first.trace
     assert first.trace.trace_id != TRACE
 

@@ -191,15 +191,17 @@ def test_a_worker_that_has_been_taken_in_is_not_checked_again(monkeypatch: pytes
 
     membership = Membership(RouterConfig(), Here())  # type: ignore[arg-type]
     found = workers_of(DnsName("prefill", "x"), [("127.0.0.1", 1)], allowed=None)
-    may = membership.checked("prefill srv://x", found)
-    membership.listed("prefill srv://x", may.workers)
+    membership.check_listed("prefill srv://x", found)
+    membership.listed("prefill srv://x", found.workers)
 
     def unresolved(role: str, address: str) -> None:
         raise ConfigError("its name does not resolve")
 
     monkeypatch.setattr(membership, "check", unresolved)
-    assert membership.checked("prefill srv://x", found).workers == found.workers
-    assert membership.checked("another", found).refused == ["its name does not resolve"]
+    membership.check_listed("prefill srv://x", found)
+    assert (len(found.workers), found.refused) == (1, [])
+    membership.check_listed("another", found)
+    assert (found.workers, found.refused) == ({}, ["its name does not resolve"])
 
 
 async def test_a_resolver_asks_again_within_bounds_and_separates_no_answer_from_no_workers(

@@ -181,5 +181,6 @@ class DnsFollower:
         """Reads the allow-list anew: a key that the router has not yet read by itself is refused, and tried again."""
         config = self._config
         allowed = AllowList.read(config.allow) if config.allow is not None and config.key is not None else None
-        workers = workers_of(name, targets, allowed=allowed, scheme="http" if config.relays else "tcp")
-        return self._membership.checked(f"{name.role} {name}", workers)
+        listed = workers_of(name, targets, allowed=allowed, scheme="http" if config.relays else "tcp")
+        self._membership.check_listed(f"{name.role} {name}", listed)
+        return listed

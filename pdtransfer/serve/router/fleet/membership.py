@@ -81,18 +81,17 @@ class Membership:
             raise ConfigError(f"role = {role!r}: must be prefill or decode")
         self._config.check_worker(role, address)
 
-    def checked(self, source: str, listed: ListedWorkers) -> ListedWorkers:
-        """Those that may be added, and why the others may not. It may wait for the resolver of names: a worker that the
-        source has brought already is not checked again."""
-        before, may = self._followed.get(source, {}), ListedWorkers(refused=list(listed.refused))
-        for address, role in listed.workers.items():
+    def check_listed(self, source: str, listed: ListedWorkers) -> None:
+        """Refuses those that may not be added. It may wait for the resolver of names: a worker that the source has
+        brought already is not checked again."""
+        before = self._followed.get(source, {})
+        for address, role in list(listed.workers.items()):
             try:
                 if before.get(address) != role:
                     self.check(role, address)
-                may.workers[address] = role
             except ConfigError as error:
-                may.refused.append(str(error))
-        return may
+                listed.refused.append(str(error))
+                del listed.workers[address]
 
     def find(self, name: str) -> str:
         """Returns the address of the one worker with this address, with or without its key, or of this node. Raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ..fleet.membership import WorkerSite
 from .body_readers import BodyReading
@@ -59,10 +59,7 @@ class Paths:
         return f"{', '.join(named[:-1])} and {named[-1]}"
 
 
-Asked = TypeVar("Asked", bound=GenerationRequest)
-
-
-class Backend(WorkerSite, Protocol[Asked]):
+class Backend(WorkerSite, Protocol):
     """What generates. Only `answer` and `look_up` wait for workers."""
 
     paths: Paths
@@ -86,11 +83,11 @@ class Backend(WorkerSite, Protocol[Asked]):
         """How a body that was posted to this path is read."""
         ...
 
-    def request(self, read: Any, body: bytes, client: ClientRequest) -> Asked:
+    def request(self, read: Any, body: bytes, client: ClientRequest) -> GenerationRequest:
         """The request of a body that was read. Raises RefusedRequestError."""
         ...
 
-    async def answer(self, request: Asked, client: ClientRequest) -> WholeAnswer | AnswerStream:
+    async def answer(self, request: Any, client: ClientRequest) -> WholeAnswer | AnswerStream:
         """Has a request generated, until the whole answer is there or its first piece. Raises AnswerFailedError."""
         ...
 

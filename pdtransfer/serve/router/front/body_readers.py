@@ -64,9 +64,9 @@ class BodyReaders:
     def __init__(self, model: str, text: TextCodec, *, processes: int, inline_bytes_max: int) -> None:
         """Bodies up to `inline_bytes_max` are read by the caller."""
         self._model, self._text = model, text
-        self._free, self._inline_bytes_max = processes, inline_bytes_max
-        self.idle: list[ReadingProcess] = []
-        self.waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._inline_bytes_max = inline_bytes_max
+        self.idle = [ReadingProcess(model) for _ in range(processes)]  # those that have started are the last ones
+        self.waiting: list[tuple[int, int, asyncio.Future[ReadingProcess]]] = []
         self._arrivals = count()
         self.under_way: dict[asyncio.Task[object], ReadingProcess] = {}
 
@@ -79,11 +79,10 @@ class BodyReaders:
             finally:
                 ended()
         try:
-            await self._turn(len(body))
+            process = await self._turn(len(body))
         except BaseException:
             ended()
             raise
-        process = self.idle.pop() if self.idle else ReadingProcess(self._model)
         task = asyncio.create_task(_read(process, reading, body))
         self.under_way[task] = process
         task.add_done_callback(lambda _: self._done(task, ended))
@@ -97,40 +96,37 @@ class BodyReaders:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(reader.close() for reader in (*self.idle, *tasks.values())))
 
-    async def _turn(self, length: int) -> None:
-        """Waits until a process is free, and takes its place."""
-        if self._free:
-            self._free -= 1
-            return
+    async def _turn(self, length: int) -> ReadingProcess:
+        """Waits until a process is free, and takes it."""
+        if self.idle:
+            return self.idle.pop()
         waits = length, next(self._arrivals), asyncio.get_running_loop().create_future()
         heappush(self.waiting, waits)
         try:
-            await waits[2]
+            return await waits[2]
         except asyncio.CancelledError:
             if waits in self.waiting:
                 self.waiting.remove(waits)
                 heapify(self.waiting)
             elif not waits[2].cancelled():  # it had its turn
-                self._next()
+                self._next(waits[2].result())
             raise
 
-    def _next(self) -> None:
-        """A process has become free: the next one gets its place."""
+    def _next(self, process: ReadingProcess) -> None:
+        """The process has become free: the next body gets it."""
         while self.waiting:
             turn = heappop(self.waiting)[2]
             if not turn.done():  # its request has not just left
-                turn.set_result(None)
+                turn.set_result(process)
                 return
-        self._free += 1
+        self.idle.append(process)
 
     def _done(self, task: asyncio.Task[object], ended: Callable[[], None]) -> None:
         process = self.under_way.pop(task)
         if not task.cancelled():
             task.exception()  # nobody asks for it where the client has left
-        if process.usable:
-            self.idle.append(process)
         ended()
-        self._next()
+        self._next(process if process.usable else ReadingProcess(self._model))
 
 
 async def _read(process: ReadingProcess, reading: BodyReading[Result], body: bytes) -> Result:

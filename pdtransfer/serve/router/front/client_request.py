@@ -28,8 +28,7 @@ class ClientRequest:
     path: str
     request_id: str
     trace: TraceContext | None = None  # its own span, or the client's where it has none
-    parent_span: str = ""
-    continues_trace: bool = False  # the client has sent a valid traceparent
+    client_trace: TraceContext | None = None
     refused: RefusedRequestError | None = None  # what is wrong with it already
     key_name: str = ""  # of its API key
     began_s: float = field(default_factory=time.monotonic)
@@ -53,9 +52,7 @@ class ClientRequest:
     ended_rooms: list[EndedRequest] = field(default_factory=list[EndedRequest])
 
     @classmethod
-    def accept(
-        cls, node: str, path: str, headers: Mapping[str, str], *, traced: bool = False, key_name: str = ""
-    ) -> ClientRequest:
+    def accept(cls, node: str, path: str, headers: Mapping[str, str], *, traced: bool = False) -> ClientRequest:
         """Takes a request's ids from its headers, or makes them. `traced`: spans of this router are exported, so it has
         one of its own, and begins a trace where there is none; else workers get the client's. An invalid traceparent is
         ignored, as its standard asks. A request whose id may not be passed on is `refused`, under an id that this
@@ -64,16 +61,11 @@ class ClientRequest:
         if len(request_id) > NAME_LENGTH_MAX or not request_id.isascii() or not request_id.isprintable():
             refused = RefusedRequestError(REQUEST_ID, f"must be 1 to {NAME_LENGTH_MAX} printable ASCII characters")
             request_id = uuid.uuid4().hex
-        theirs = TraceContext.parse(headers.get(TRACEPARENT, ""))
-        context, parent = theirs, ""
+        trace = theirs = TraceContext.parse(headers.get(TRACEPARENT, ""))
         if traced:
             trace_id = theirs.trace_id if theirs is not None else f"{secrets.randbits(128) | 1:032x}"
-            context = TraceContext(trace_id, f"{secrets.randbits(64) | 1:016x}", theirs is None or theirs.sampled)
-            parent = "" if theirs is None else theirs.span_id
-        return cls(
-            node=node, path=path, request_id=request_id, trace=context, parent_span=parent, key_name=key_name,
-            continues_trace=theirs is not None, refused=refused,
-        )  # fmt: skip
+            trace = TraceContext(trace_id, f"{secrets.randbits(64) | 1:016x}", theirs is None or theirs.sampled)
+        return cls(node=node, path=path, request_id=request_id, trace=trace, client_trace=theirs, refused=refused)
 
     @property
     def traceparent(self) -> str:
@@ -89,15 +81,23 @@ class ClientRequest:
     def record(self, **more: Any) -> EndedRequest:
         """The record of one of its rooms: what a room has of its request, and `more`."""
         return EndedRequest(
-            scope="room", role="router", node=self.node, request_id=self.request_id, trace=self.trace,
-            model=self.model, path=self.path, stream=self.stream, ended_unix_s=time.time(), **more,
-        )  # fmt: skip
+            scope="room",
+            role="router",
+            node=self.node,
+            request_id=self.request_id,
+            trace=self.trace,
+            model=self.model,
+            path=self.path,
+            stream=self.stream,
+            ended_unix_s=time.time(),
+            **more,
+        )
 
     def ended(self) -> EndedRequest:
         """Returns the record of the whole request. Parts of its time are those of the room that ended last."""
         total_s = time.monotonic() - self.began_s
         first_s = None if self.first_s is None else self.first_s - self.began_s
-        rooms = self.ended_rooms
+        rooms, above = self.ended_rooms, self.client_trace
         tokens = None if not rooms and self.decode else sum(room.tokens or 0 for room in rooms)
         kv_bytes = sum(room.kv_bytes or 0 for room in rooms) if rooms else self.kv_bytes
         # A room that went on with an answer may have found tokens of it cached.
@@ -106,7 +106,7 @@ class ClientRequest:
             rooms[-1] if rooms else self.record(prefill=self.prefill, decode=self.decode),
             scope="request",
             rooms=tuple(self.rooms),
-            parent_span=self.parent_span,
+            parent_span="" if above is None or above is self.trace else above.span_id,
             key_name=self.key_name,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=None if None in cached or not cached else sum(filter(None, cached)),

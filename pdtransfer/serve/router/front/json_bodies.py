@@ -19,6 +19,7 @@ _MISSING = re.compile(r"^Object missing required field `(\w+)`")
 Parsed = TypeVar("Parsed")
 
 JSON = "application/json"
+EVENT_END = b"\n\n"
 STATUSES = {
     Cause.ABORTED: 499,
     Cause.DEADLINE: 504,
@@ -49,17 +50,16 @@ class WholeAnswer:
 
 class AnswerFailedError(PDTransferError):
     """A request gets no answer, or the rest of one does not come. `code` is OpenAI's error code. `retry_ms` is when to
-    ask again, 0 for unknown; `answer` is what a server answered, which is passed on."""
+    ask again, 0 for unknown; `answer` is what a server answered, which is passed on. `status` 0: the cause's."""
 
     param: str | None = None
 
     def __init__(
-        self, text: str, cause: Cause | None, *, status: int | None = None, code: str | None = None, retry_ms: int = 0,
-        answer: WholeAnswer | None = None,
-    ) -> None:  # fmt: skip
+        self, text: str, cause: Cause | None, *, status: int = 0, retry_ms: int = 0, answer: WholeAnswer | None = None
+    ) -> None:
         super().__init__(text)
         self.cause, self.retry_ms, self.answer = cause, retry_ms, answer
-        self.code = code if cause is None else cause.value
+        self.code = None if cause is None else cause.value
         self.status = status or (400 if cause is None else STATUSES[cause])
 
 
@@ -69,8 +69,8 @@ class RefusedRequestError(AnswerFailedError):
     def __init__(
         self, param: str | None, text: str, *, code: str | None = None, status: int = 400, retry_ms: int = 0
     ) -> None:
-        super().__init__(f"{param}: {text}" if param else text, None, status=status, code=code, retry_ms=retry_ms)
-        self.param, self.text = param, text
+        super().__init__(f"{param}: {text}" if param else text, None, status=status, retry_ms=retry_ms)
+        self.param, self.text, self.code = param, text, code
 
 
 class Read(Struct, kw_only=True):

@@ -120,8 +120,8 @@ def _full(text: str, retry_ms: int) -> RefusedRequestError:
 def accept(http: web.Request, config: RouterConfig) -> ClientRequest:
     """Takes a request to generate in: from now on it has its ids, which its answer gets by `stamp`."""
     use = http.get(API_KEY_USE)
-    key_name = "" if use is None else use.key.name
-    client = ClientRequest.accept(config.node, http.path, http.headers, traced=bool(config.otlp), key_name=key_name)
+    client = ClientRequest.accept(config.node, http.path, http.headers, traced=bool(config.otlp))
+    client.key_name = "" if use is None else use.key.name
     client.authorization = http.headers.get("Authorization", "")
     client.tracestate = ",".join(http.headers.getall("tracestate", []))
     http[CLIENT] = client

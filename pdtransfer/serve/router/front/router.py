@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp import web
 from prometheus_client import Gauge
@@ -21,20 +20,16 @@ from .backend import AnswerStream, Backend
 from .body_readers import BodyReaders
 from .client_guard import ClientGuard
 from .client_request import ClientRequest
-from .json_bodies import JSON, AnswerFailedError, WholeAnswer
+from .json_bodies import EVENT_END, JSON, AnswerFailedError, WholeAnswer
 from .loop_delay import LoopDelay
 from .openai_http import OpenRequests, accept, error, openai_errors, stamp, written
 from .status import RecentRequests, RouterMetrics, StatusPages
-
-EVENT_END = b"\n\n"
 
 
 class Router:
     """One router process: `open`, then `drain` and `close`."""
 
-    def __init__(
-        self, config: RouterConfig, backend: Backend[Any], metrics: RouterMetrics, ended: EndedRequests
-    ) -> None:
+    def __init__(self, config: RouterConfig, backend: Backend, metrics: RouterMetrics, ended: EndedRequests) -> None:
         """`ended` gets a record of each request to generate at its end. Raises ConfigError."""
         self._config, self.backend, self.metrics, self._ended = config, backend, metrics, ended
         self.readers = BodyReaders(

@@ -134,7 +134,7 @@ async def test_only_200_is_healthy_and_no_redirection_is_followed(status: int, h
         return web.Response() if request.path == "/elsewhere" else web.Response(status=status, headers=headers)
 
     async with alone(answers) as it:
-        assert await it.upstream.probe(it.server) == f"/health answers {status}"
+        assert (await it.upstream.look(it.server, "/health"))[1] == f"/health answers {status}"
         assert (await it.upstream.get(it.server, "/any", {}, wait_ms=60_000)).status == status
 
 

@@ -93,16 +93,16 @@ async def test_a_look_up_needs_no_prefill_server_and_counts_as_no_request(site: 
         assert "no decode server is healthy: " in (await response.json())["error"]["message"]
 
 
-@pytest.mark.parametrize("step", ["probe", "left"])
+@pytest.mark.parametrize("step", ["look", "left"])
 async def test_a_server_is_asked_for_its_health_again_after_an_error_of_ours(
     site: ServerSite, step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = site.server(site.decode[0])
 
-    def breaks(_: object) -> bool:
+    def breaks(*_: object) -> bool:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(site.backend.upstream if step == "probe" else site.backend.pool, step, breaks)
+    monkeypatch.setattr(site.backend.upstream if step == "look" else site.backend.pool, step, breaks)
     await until(lambda: "ValueError: a bug" in server.why)
     assert "Traceback" in caplog.text
     monkeypatch.undo()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -21,9 +21,9 @@ from .....limits import HTTP_BODY_BYTES_MAX, SERVER_ATTEMPTS_MAX
 from .....schema import parse
 from ...fleet.roles import NoPair
 from ...front.client_request import ClientRequest
-from ...front.json_bodies import WholeAnswer
+from ...front.json_bodies import EVENT_END, WholeAnswer
 from .dialect import Dialect, ServerOrder
-from .early_token import EARLY_KINDS_MAX, EARLY_WRONG_MAX, EVENT_END, EarlyToken, kind_of
+from .early_token import EARLY_KINDS_MAX, EARLY_WRONG_MAX, EarlyToken, kind_of
 from .hand_offs import ANSWER_TAIL_BYTES, has_prompt_figures, received_of, with_prompt_figures
 from .server_metrics import ServerMetrics
 from .server_pool import Server, ServerIdentity, ServerPair, ServerPool
@@ -298,9 +298,10 @@ class Attempt:
                 self._give_up()
             if self._prefill is not None:
                 self._prefill.cancel()
-        self._hang_up()
+        if self._response is not None:
+            self._response.close()  # which cancels decode's request unless it has ended
         if self._decode is not None:
-            self._decode.add_done_callback(self._abandoned)
+            self._decode.add_done_callback(forget)
             self._decode.cancel()
         if complete and self._prefill is not None:
             self._prefill.add_done_callback(self._compare)
@@ -317,19 +318,10 @@ class Attempt:
             assert self.pair.prefill is not None
             log.warning(
                 "%s begins a chat otherwise than %s, so none of its kind begins with prefill's first token: "
-                "give both servers the same flags, such as --reasoning-parser", self.pair.decode.name,
+                "give both servers the same flags, such as --reasoning-parser",
+                self.pair.decode.name,
                 self.pair.prefill.name,
-            )  # fmt: skip
-
-    def _hang_up(self) -> None:
-        """Closes decode's connection, which cancels its request unless it has ended."""
-        if self._response is not None:
-            self._response.close()
-
-    def _abandoned(self, decode: asyncio.Task[None]) -> None:
-        """Decode's part has ended, and nobody waits for it."""
-        if decode.cancelled() or decode.exception() is None:
-            self._hang_up()
+            )
 
     def _give_up(self) -> None:
         """Tells the servers that nobody waits any more. One that failed, or refused the request, has nothing of it."""
@@ -345,7 +337,8 @@ class Attempt:
         server, tokens = self.pair.decode, self.pair.computed or 0
         server.computing += tokens
         try:
-            await self._start_decode(None)
+            self._decode = asyncio.create_task(self._post_decode(None))
+            await self._decode
         finally:
             server.computing -= tokens
 
@@ -356,7 +349,7 @@ class Attempt:
             identity = await self._learn(server, self._dialect.info_path)
         prefill = self._prefill = self._start_prefill(server, identity)
         identity = identity or await prefill
-        decode = self._start_decode(identity)
+        decode = self._decode = asyncio.create_task(self._post_decode(identity))
         await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
         if prefill.done() and not (decode.done() and decode.exception() is None):
             learned = prefill.result()
@@ -366,10 +359,6 @@ class Attempt:
             if self._early is not None and self._compares is None and not decode.done():
                 return
         await decode
-
-    def _start_decode(self, identity: ServerIdentity | None) -> asyncio.Task[None]:
-        self._decode = asyncio.create_task(self._post_decode(identity))
-        return self._decode
 
     async def _learn(self, server: Server, path: str) -> ServerIdentity:
         """Asks a prefill server for its identity, and keeps it. Raises AttemptFailedError."""
@@ -436,16 +425,14 @@ class Attempt:
             ):
                 answer = await upstream.whole(server, response, self._bytes_max)
             if answer.status != 200:
-                failed = refused((server,), answer)
-                failed.again = failed.again or self._may_be_longer(server, answer.status)
+                failed = self._refused(server, (server,), answer)
                 if early and not failed.again:  # It may refuse what an early answer needs: the next one is not early.
                     failed.again, failed.blamed = True, ()
                 raise failed
         except AttemptFailedError as error:
             late = error.cause is Cause.DEADLINE and self._dialect.prefill_waits
             failed = await self._not_taken(server) if late else error
-            of_length = failed.answer is not None and self._may_be_longer(server, failed.answer.status)
-            if failed.again and server in failed.blamed and not of_length:
+            if failed.again and server in failed.blamed and failed.cause is not Cause.REFUSED:
                 server.identity = None  # else the request was wrong, and others need not wait to meet it again
             raise failed from None
         self._reported = self._dialect.prompt_figures(answer.body)
@@ -461,9 +448,12 @@ class Attempt:
             server.identity = identity
         return identity
 
-    def _may_be_longer(self, server: Server, status: int) -> bool:
-        """True if a request may be refused only since it is longer than this server takes, and others take more."""
-        return status == 400 and self._relay.pool.is_shorter(server)
+    def _refused(self, server: Server, blamed: tuple[Server, ...], answer: WholeAnswer) -> AttemptFailedError:
+        """As `refused`. It may be only since the request is longer than this server takes, and others take more."""
+        is_short = answer.status == 400 and self._relay.pool.is_shorter(server)
+        failed = refused((server,) if is_short else blamed, answer)
+        failed.again |= is_short
+        return failed
 
     async def _not_taken(self, prefill: Server) -> AttemptFailedError:
         """The failure where prefill waited for decode to take its KV: decode is asked whether it has the memory."""
@@ -487,11 +477,8 @@ class Attempt:
             response = await upstream.post(server, ServerOrder(self._request.path, body), self._request.headers)
             try:
                 if response.status != 200:
-                    is_short = self._may_be_longer(server, response.status)
                     # Decode may fail for what prefill did or did not write: either may be at fault.
-                    failed = refused((server,) if is_short else blamed, await upstream.whole(server, response))
-                    failed.again = failed.again or is_short
-                    raise failed
+                    raise self._refused(server, blamed, await upstream.whole(server, response))
                 self.events = response.content_type == EVENTS
                 first = await _next_bytes(response, events=self.events, roles_max=self._request.answers)
                 self._first = self._checked(first)
@@ -504,6 +491,12 @@ class Attempt:
         self.length = response.content_length if self._reported is None else None
         self.headers = end_to_end(response.headers)
         server.known.answered(self._request.keys)
+
+
+def forget(task: asyncio.Task[Any]) -> None:
+    """Its failure is nobody's any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _next_bytes(response: aiohttp.ClientResponse, *, events: bool, roles_max: int = 0) -> bytes:

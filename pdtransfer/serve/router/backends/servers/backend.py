@@ -104,12 +104,12 @@ class Servers:
                     # A process that listens no more may still bring answers to their end: these are not silent.
                     self.upstream.lose(rank, self._limits.silence_ms / 1e3 if rank.why == NO_LISTENER else 0.0)
                 was_down = bool(server.why)
-                why = await self.upstream.probe(server)
+                _, why = await self.upstream.look(server, "/health")
                 if path is not None and was_down and not why:  # it may have other ranks than before
-                    metrics = await self.upstream.metrics(server, path)
+                    metrics, _ = await self.upstream.look(server, path)
                     self.pool.resize(server, 1 if metrics is None else self._dialect.ranks(metrics))
                 self._report(server, why)
-                if was_down and not why and len(self.pool.of(server.role)) > 1:
+                if was_down and not why and len(self.pool.by_role[server.role]) > 1:
                     for rank in server.ranks:
                         await self._measure(rank, {})
                 if server.role == "decode" and not why and loop.time() - asked >= METRICS_S:
@@ -126,7 +126,7 @@ class Servers:
 
     async def _count(self, decode: Server, share: ComputedHandOffs) -> None:
         """Notes what a decode server counts. Too many prompts that it computes itself are logged."""
-        metrics = await self.upstream.metrics(decode, self._dialect.metrics_path)
+        metrics, _ = await self.upstream.look(decode, self._dialect.metrics_path)
         decode.hand_offs = None if metrics is None else hand_offs_of(metrics)
         if metrics is not None:
             self._wait(decode, self._dialect.waiting(metrics))
@@ -248,6 +248,6 @@ def _headers(client: ClientRequest) -> dict[str, str]:
         headers[TRACEPARENT] = client.traceparent
         state = client.tracestate
         is_valid = 0 < len(state) <= TRACESTATE_LENGTH_MAX and state.isascii() and state.isprintable()
-        if client.continues_trace and is_valid:
+        if client.client_trace is not None and is_valid:
             headers["tracestate"] = state
     return headers

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .....errors import Cause, RemoteProtocolError
 from ...front.json_bodies import AnswerFailedError
-from .attempt import Relay
+from .attempt import Relay, forget
 from .joined_choices import JoinedAnswers, JoinedEvents
 from .server_request import ServerRequest
 
@@ -58,7 +58,7 @@ class Choices:
         """As AnswerStream.close. After an error event some have not ended."""
         for task in self._reads:
             task.cancel()
-            task.add_done_callback(_forget)
+            task.add_done_callback(forget)
         unfinished = set(self._reads.values())
         for number, request in self._requests.items():
             request.close(complete=complete and number not in unfinished)
@@ -102,9 +102,3 @@ class Choices:
             in_thread = self._joined.kept_bytes > JOINED_INLINE_BYTES_MAX
             new += await asyncio.to_thread(self._joined.end) if in_thread else self._joined.end()
         return new
-
-
-def _forget(task: asyncio.Task[bytes]) -> None:
-    """Its failure is nobody's any more."""
-    if not task.cancelled():
-        task.exception()

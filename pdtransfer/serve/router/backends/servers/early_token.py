@@ -18,6 +18,7 @@ from msgspec import Meta, Raw, Struct
 
 from .....errors import RemoteProtocolError
 from .....schema import parse
+from ...front.json_bodies import EVENT_END
 from .server_request import CHAT, OBJECT, OBJECTS, ServerRequest
 
 # By how much the first token's logprob has to be above the next one's. In bfloat16 the same logit is computed on the
@@ -25,7 +26,6 @@ from .server_request import CHAT, OBJECT, OBJECTS, ServerRequest
 MARGIN_MIN = 1.0
 EARLY_WRONG_MAX = 3  # answers that went on in another way: after this many, no first token is shown early any more
 EARLY_KINDS_MAX = 256  # of chats that a decode server was asked for and that were compared: more are not shown early
-EVENT_END = b"\n\n"
 TEXTS = ("text", "content", "reasoning", "reasoning_content")  # of an event, the first of completions
 
 # Fields with which the first token and its text depend on nothing but the prompt. Others may bend what is picked

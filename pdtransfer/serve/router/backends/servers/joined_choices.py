@@ -13,7 +13,7 @@ from msgspec import Meta, Raw
 from .....errors import RemoteProtocolError
 from .....limits import HTTP_BODY_BYTES_MAX
 from .....schema import parse
-from .early_token import EVENT_END
+from ...front.json_bodies import EVENT_END
 from .server_request import EITHER, LIST, OBJECT, OBJECTS
 
 _Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]

@@ -162,9 +162,9 @@ class ServerPool:
         self.prefill = [self._new(url, "prefill") for url in prefill]
         self.decode = [self._new(url, "decode") for url in decode]
         self._pair_twins()
-        servers: dict[Role, list[Server]] = {"prefill": self.prefill, "decode": self.decode}
+        self.by_role: Mapping[Role, list[Server]] = {"prefill": self.prefill, "decode": self.decode}
         keeps_turns = decode_computes and limits.turn_tokens_max > 0
-        self._policy = FewestAnswers(servers, limits, without_prefill=without_prefill, keeps_turns=keeps_turns)
+        self._policy = FewestAnswers(self.by_role, limits, without_prefill=without_prefill, keeps_turns=keeps_turns)
 
     @property
     def all(self) -> list[Server]:
@@ -189,10 +189,6 @@ class ServerPool:
     def _new(self, url: str, role: Role) -> Server:
         return Server(url, role, KnownPrefixes(self._limits.prefix_keys_max))
 
-    def of(self, role: Role) -> list[Server]:
-        """The servers of this role, each rank of them."""
-        return self.prefill if role == "prefill" else self.decode
-
     def _pair_twins(self) -> None:
         prefills = {(server.url, server.rank or 0): server for server in self.prefill}
         for decode in self.decode:
@@ -208,7 +204,7 @@ class ServerPool:
             if number not in ranks:
                 rank = ranks[number] = self._new(server.url, server.role)
                 rank.rank, rank.why, rank.down_since = number, server.why, server.down_since
-                self.of(server.role).append(rank)
+                self.by_role[server.role].append(rank)
                 server.ranks.append(rank)
                 rank.ranks = server.ranks
         for number, rank in ranks.items():
@@ -227,7 +223,7 @@ class ServerPool:
         if ranks:
             return None
         server = self._new(url, role)
-        self.of(role).append(server)
+        self.by_role[role].append(server)
         return server
 
     def depart(self, url: str, departure: Departure) -> None:
@@ -244,7 +240,7 @@ class ServerPool:
             return False
         for rank in gone:
             server.ranks.remove(rank)
-            self.of(rank.role).remove(rank)
+            self.by_role[rank.role].remove(rank)
             self._forget(rank)
         return server in gone
 
@@ -305,7 +301,7 @@ class ServerPool:
 
     def is_shorter(self, server: Server) -> bool:
         """True if another server of its role takes longer requests."""
-        return any(_tokens(other) > _tokens(server) for other in self.of(server.role) if other.usable)
+        return any(_tokens(other) > _tokens(server) for other in self.by_role[server.role] if other.usable)
 
     def choose(self, keys: tuple[bytes, ...], avoid: Collection[Server]) -> ServerPair | NoPair:
         """Chooses a pair by the policy for a prompt of these blocks, and counts it as sent there."""

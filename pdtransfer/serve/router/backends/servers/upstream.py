@@ -44,7 +44,7 @@ class AttemptFailedError(AnswerFailedError):
         answer: WholeAnswer | None = None,
         again: bool = True,
     ) -> None:
-        super().__init__(text, cause, status=None if answer is None else answer.status, answer=answer)
+        super().__init__(text, cause, status=0 if answer is None else answer.status, answer=answer)
         self.blamed, self.again = blamed, again
 
 
@@ -79,22 +79,14 @@ class Upstream:
             await asyncio.wait(self._orders, timeout=self.limits.silence_ms / 1e3)
         await self._session.close()
 
-    async def probe(self, server: Server) -> str:
-        """Asks a server for its health; returns the reason why it is not healthy, empty if it is."""
-        try:
-            answer = await self._get(server, "/health", {}, self.limits.silence_ms)
-        except (aiohttp.ClientError, OSError, AttemptFailedError) as error:
-            return _reason(error) or f"/health has not answered within {self.limits.silence_ms} ms"
-        return "" if answer.status == 200 else f"/health answers {answer.status}"
-
-    async def metrics(self, server: Server, path: str) -> bytes | None:
-        """Asks a server for its metrics; None where it has none."""
+    async def look(self, server: Server, path: str) -> tuple[bytes | None, str]:
+        """Asks a server for a page, without waiting for its health; returns None and the reason where it has none."""
         try:
             answer = await self._get(server, path, {}, self.limits.silence_ms)
         except (aiohttp.ClientError, OSError, AttemptFailedError) as error:
             log.debug("%s: %s", server.url, error)
-            return None
-        return answer.body if answer.status == 200 else None
+            return None, _reason(error) or f"{path} has not answered within {self.limits.silence_ms} ms"
+        return (answer.body, "") if answer.status == 200 else (None, f"{path} answers {answer.status}")
 
     async def _get(self, server: Server, path: str, headers: Mapping[str, str], wait_ms: int) -> WholeAnswer:
         async with (

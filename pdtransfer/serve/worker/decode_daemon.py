@@ -24,9 +24,7 @@ from ..engine_api import DecodeEngine, Finished, Request, Token
 from ..settings.worker import DecodeConfig
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import FIRST_TOKEN, LANDING, SLOTS, Journeys
-from .daemon_figures import DaemonTotals
 from .decode_rank import DecodeRank, DecodeRankRoom
-from .ended_rooms import WorkerFacts
 from .engine_thread import Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
 from .router_link import RouterLink, failure
@@ -53,8 +51,7 @@ class DecodeDaemon:
         """`ended` gets a record of each room at its end."""
         self.config, self._engine, self.port, self.group = config, engine, port, group or GroupLeader()
         self.group.reported = self._on_report
-        announce = None if self.group.size == 1 else self.group.step
-        steps = leader_steps(engine, port, announce)
+        steps = leader_steps(engine, port, None if self.group.size == 1 else self.group.step)
         self._journeys, ended = journeys or Journeys(), ended or EndedRequests()
         self.rank = DecodeRank(
             config, settings, engine, arena, port, steps, self, registry, self._journeys,
@@ -62,13 +59,15 @@ class DecodeDaemon:
         )  # fmt: skip
         ended.subscribe(self.rank.times.ended)
         self.node, self.thread = self.rank.node, self.rank.thread
-        self._totals = DaemonTotals()
         self.desk = RouterLink(
-            Service(self.node.core.prefill_peers.identity, config.limits), self.node.bus.send, self,
-            facts=WorkerFacts("decode", config.node, engine.description.model),
+            Service(self.node.core.prefill_peers.identity, config.limits),
+            self.node.bus.send,
+            self,
             full_sampling=engine.description.full_sampling,
-            metrics=self.rank.metrics.rooms, totals=self._totals, journeys=self._journeys, ended=ended,
-        )  # fmt: skip
+            metrics=self.rank.metrics.rooms,
+            journeys=self._journeys,
+            ended=ended,
+        )
 
     @property
     def idle(self) -> bool:
@@ -97,7 +96,7 @@ class DecodeDaemon:
 
     def figures(self) -> WorkerFigures:
         """What the daemon has done."""
-        return self._totals.decode_figures(self.node, self._engine.figures if self.config.enable_hisparse else None)
+        return self.desk.totals.decode_figures(self.node, self._engine.figures if self.config.enable_hisparse else None)
 
     def backed(self, bytes_ready: int) -> None:
         """The first `bytes_ready` bytes of the arena are backed now; routers get the new number of free slots."""
@@ -141,7 +140,7 @@ class DecodeDaemon:
                 self.rank.times.token((now - room.token_s) / len(ids), len(ids))
             room.token_s = now
             room.tokens += len(ids)
-            self._totals.tokens += len(ids)
+            self.desk.totals.tokens += len(ids)
             try:
                 self.desk.tokens(room.room_id, ids, logprobs)
             except LocalProtocolError as error:  # more tokens than the request asked for
@@ -251,7 +250,7 @@ class DecodeDaemon:
         """The room is ready on one rank; it generates once it is ready on all."""
         room.ranks_ready.add(rank_index)
         room.kv_bytes += kv_bytes
-        self._totals.landed(kv_bytes)
+        self.desk.totals.landed(kv_bytes)
         room.prefix = min(room.prefix, prefix)
         if len(room.ranks_ready) == self.group.size:
             self._journeys.reached(room.room_id, *LANDING, byte_count=room.kv_bytes)

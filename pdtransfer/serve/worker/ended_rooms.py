@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Literal
 
 from msgspec.structs import replace
 
 from ...errors import SUCCESSES, Cause
-from ...wire import Begin, End
+from ...wire import Begin, End, Identity
 from ..tracing.ended_request import EndedRequest, TraceContext
 from ..tracing.timeline import ADMISSION, COMPUTE, EXPOSED, FIRST_TOKEN, QUEUE, SLOTS, Journey
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """What all records of one worker have in common."""
-
-    role: Literal["prefill", "decode"]
-    node: str
-    model: str
 
 
 def timed(end: End, journey: Journey | None) -> End:
@@ -42,7 +31,7 @@ def _us(seconds: float | None) -> int:
 
 
 def ended_room(
-    facts: WorkerFacts, begin: Begin, end: End, journey: Journey | None, *, tokens: int = 0, cached: int | None = None
+    worker: Identity, begin: Begin, end: End, journey: Journey | None, *, tokens: int = 0, cached: int | None = None
 ) -> EndedRequest:
     """The record. A room that was refused at once has no journey."""
     journey = journey or Journey(now := time.monotonic(), now)
@@ -52,15 +41,15 @@ def ended_room(
     queue_s = journey.seconds(QUEUE)
     return EndedRequest(
         scope="room",
-        role=facts.role,
-        node=facts.node,
+        role=worker.role,
+        node=worker.node,
         rooms=(begin.room,),
         request_id=begin.request_id,
         trace=TraceContext.parse(begin.traceparent),
-        prefill=facts.node if facts.role == "prefill" else peer,
-        decode=facts.node if facts.role == "decode" else peer,
+        prefill=worker.node if worker.role == "prefill" else peer,
+        decode=worker.node if worker.role == "decode" else peer,
         transport=journey.transport,
-        model=facts.model,
+        model=worker.model,
         prompt_tokens=len(begin.prompt) // 4,
         cached_tokens=cached,
         tokens=tokens,

@@ -21,8 +21,6 @@ from ..engine_api import PrefillEngine, Request, Token
 from ..settings.worker import PrefillConfig
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import Journeys
-from .daemon_figures import DaemonTotals
-from .ended_rooms import WorkerFacts
 from .engine_thread import Compute, Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
 from .prefill_rank import PrefillRank, PrefillRankRoom
@@ -48,8 +46,7 @@ class PrefillDaemon:
         """`ended` gets a record of each room at its end; `condemned` as PrefillNode has it."""
         self.config, self.port, self.group = config, port, group or GroupLeader()
         self.group.reported = self._on_report
-        announce = None if self.group.size == 1 else self.group.step
-        steps = leader_steps(engine, port, announce)
+        steps = leader_steps(engine, port, None if self.group.size == 1 else self.group.step)
         self._journeys, ended = journeys or Journeys(), ended or EndedRequests()
         self.rank = PrefillRank(
             config, settings, engine, port, steps, self, registry, self._journeys,
@@ -57,13 +54,15 @@ class PrefillDaemon:
         )  # fmt: skip
         ended.subscribe(self.rank.times.ended)
         self.node, self.thread = self.rank.node, self.rank.thread
-        self._totals = DaemonTotals()
         self.desk = RouterLink(
-            Service(self.node.core.identity, config.limits), self.node.bus.send, self,
-            facts=WorkerFacts("prefill", config.node, engine.description.model),
+            Service(self.node.core.identity, config.limits),
+            self.node.bus.send,
+            self,
             full_sampling=engine.description.full_sampling,
-            metrics=self.rank.metrics.rooms, totals=self._totals, journeys=self._journeys, ended=ended,
-        )  # fmt: skip
+            metrics=self.rank.metrics.rooms,
+            journeys=self._journeys,
+            ended=ended,
+        )
         self._tokens = 0  # of the prompts whose pages an engine has, or waits for
 
     @property
@@ -85,7 +84,7 @@ class PrefillDaemon:
 
     def figures(self) -> WorkerFigures:
         """What the daemon has done."""
-        return self._totals.prefill_figures(self.node)
+        return self.desk.totals.prefill_figures(self.node)
 
     def end_all(self, cause: Cause, detail: str) -> None:
         """Ends all rooms under way because the worker cannot go on, so that the routers get the reason."""
@@ -182,15 +181,21 @@ class PrefillDaemon:
         room.kv_bytes += kv_bytes
         room.copy_us += copy_us
         room.stamp_ns = max(room.stamp_ns, stamp_ns)
-        self._totals.landed(kv_bytes, copy_us=copy_us, tokens=0 if rank_index else len(room.request.prompt))
+        self.desk.totals.landed(kv_bytes, copy_us=copy_us, tokens=0 if rank_index else len(room.request.prompt))
         if len(room.landed) == self.group.size and not room.ended:
             room.ended = True
             self._journeys.written(room.room_id)
             stamp_ns = room.stamp_ns if room.clock else 0
             end = End(
-                room.room_id, "done", "", 0,
-                kv_bytes=room.kv_bytes, copy_us=room.copy_us, stamp_ns=stamp_ns, clock=room.clock,
-            )  # fmt: skip
+                room.room_id,
+                "done",
+                "",
+                0,
+                kv_bytes=room.kv_bytes,
+                copy_us=room.copy_us,
+                stamp_ns=stamp_ns,
+                clock=room.clock,
+            )
             self.desk.end(room.begin, end)
 
     def _fail(self, room: PrefillRankRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:

@@ -20,7 +20,7 @@ from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import Journeys
 from .daemon_figures import DaemonTotals
 from .daemon_metrics import RoomMetrics
-from .ended_rooms import WorkerFacts, ended_room, timed
+from .ended_rooms import ended_room, timed
 from .service import IntroducePeers, RefusedRoom, Service, ServiceEffect, StartRoom, StopRoom
 
 log = logging.getLogger(__name__)
@@ -79,16 +79,14 @@ class RouterLink:
         send: Callable[[str, Message], bool],
         rooms: Rooms,
         *,
-        facts: WorkerFacts,
         full_sampling: bool,
         metrics: RoomMetrics,
-        totals: DaemonTotals,
         journeys: Journeys,
         ended: EndedRequests,
     ) -> None:
         """`full_sampling`: whether the engine has all of Sampling."""
         self.service, self._send, self._rooms = service, send, rooms
-        self._facts, self._full_sampling, self._metrics, self._totals = facts, full_sampling, metrics, totals
+        self._full_sampling, self._metrics, self.totals = full_sampling, metrics, DaemonTotals()
         self._journeys, self._report = journeys, ended
         self._local_ids = count(1)
         self._refusals: dict[str, str] = {}
@@ -132,7 +130,7 @@ class RouterLink:
         journey = self._journeys.of(begin.room)
         end = timed(end, journey)
         self._send_end(end)
-        self._report(ended_room(self._facts, begin, end, journey, tokens=tokens, cached=cached))
+        self._report(ended_room(self.service.identity, begin, end, journey, tokens=tokens, cached=cached))
 
     def _begin(self, begin: Begin) -> None:
         self._metrics.begun.inc()
@@ -152,11 +150,11 @@ class RouterLink:
     def _refuse(self, begin: Begin, end: End) -> None:
         """Another room may have the same id: this one has no journey."""
         self._send_end(end)
-        self._report(ended_room(self._facts, begin, end, None))
+        self._report(ended_room(self.service.identity, begin, end, None))
 
     def _send_end(self, end: End) -> None:
         self._metrics.ended.labels(end.reason).inc()
-        self._totals.ended(end)
+        self.totals.ended(end)
         self.run(self.service.end(end, self._clock.now()))
 
     def run(self, effects: list[ServiceEffect]) -> None:
@@ -181,6 +179,6 @@ class RouterLink:
                 case StopRoom(room, cause):
                     self._rooms.stop(room, cause)
                 case RefusedRoom(begin, end):
-                    self._report(ended_room(self._facts, begin, end, None))
+                    self._report(ended_room(self.service.identity, begin, end, None))
                 case IntroducePeers(peers):
                     self._rooms.introduce(peers)

@@ -213,11 +213,13 @@ class Service:
         if theirs.role != "router":
             raise RemoteProtocolError("role", f"{theirs.role}, only a router may request rooms of a daemon")
         process = self._peers.answer(
-            peer, message, now,
+            peer,
+            message,
+            now,
             misfits=(),
             new=lambda: ServedRouter(peer, Liveness(self.limits, now, theirs.incarnation)),
             replaced=lambda router, _: self._stop_all(router, Cause.PEER_RESTARTED),
-        )  # fmt: skip
+        )
         if process not in (PeerProcess.LATE, PeerProcess.REFUSED) and self._load is not None:
             self._effects.append(Send(peer, self._load))
 

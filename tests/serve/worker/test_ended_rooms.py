@@ -29,8 +29,8 @@ async def test_both_workers_record_a_room_once_with_the_parts_of_its_time(direct
             assert [span.begin_s for span in record.spans] == sorted(span.begin_s for span in record.spans)
             times = [(span.begin_s - record.began_s, span.end_s - record.began_s) for span in record.spans]
             assert all(0 <= begin_s <= end_s <= record.total_s for begin_s, end_s in times)
-        assert (of_prefill.role, of_prefill.prefill, of_prefill.decode) == ("prefill", p.daemon.config.node, "d0")
-        assert (of_decode.role, of_decode.prefill, of_decode.decode) == ("decode", "p0", d.config.node)
+        assert (of_prefill.role, of_prefill.prefill, of_prefill.decode) == ("prefill", "p0", "d0")
+        assert (of_decode.role, of_decode.prefill, of_decode.decode) == ("decode", "p0", "d0")
         assert (of_prefill.reason, of_prefill.tokens, of_prefill.cached_tokens) == ("done", 0, None)
         assert (of_decode.reason, of_decode.tokens, of_decode.cached_tokens) == ("length", 4, 0)
         parts = of_prefill.queue_s, of_prefill.prefill_s, of_prefill.transfer_s

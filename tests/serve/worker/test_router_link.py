@@ -13,9 +13,7 @@ from pdtransfer.errors import ArenaFullError, Cause
 from pdtransfer.limits import ROUTERS_MAX, TEXT_LENGTH_MAX
 from pdtransfer.serve.tracing.ended_request import EndedRequest, EndedRequests
 from pdtransfer.serve.tracing.timeline import Journeys
-from pdtransfer.serve.worker.daemon_figures import DaemonTotals
 from pdtransfer.serve.worker.daemon_metrics import RoomMetrics
-from pdtransfer.serve.worker.ended_rooms import WorkerFacts
 from pdtransfer.serve.worker.router_link import RouterLink, failure
 from pdtransfer.serve.worker.service import Service
 from pdtransfer.wire import Begin, Begun, Cancel, End, Hello, Load, Message, Ping, Reject, Sampling, WorkerFigures
@@ -46,8 +44,8 @@ class Link(RouterLink):
         super().__init__(
             Service(identity("d", "decode"), replace(LIMITS, **limits)),
             lambda *message: bool(self.sent.append(message)) or True, rooms,
-            facts=WorkerFacts("decode", "d", "m"), full_sampling=full_sampling, totals=DaemonTotals(),
-            metrics=RoomMetrics(registry := CollectorRegistry()), journeys=Journeys(), ended=ended,
+            full_sampling=full_sampling, metrics=RoomMetrics(registry := CollectorRegistry()), journeys=Journeys(),
+            ended=ended,
         )  # fmt: skip
         self.value = registry.get_sample_value
         self.receive("node:r", hello("r"))

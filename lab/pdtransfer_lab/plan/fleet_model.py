@@ -181,14 +181,15 @@ class FleetModel:
         keys = tuple(
             [block.to_bytes(16, "little") for block in arrival.blocks[: arrival.input_tokens // self._block_tokens]]
         )
-        prompt = CompletionRequest(prompt=bytes(_ID_BYTES * arrival.input_tokens), sampling=Sampling(growth))
+        ids = bytes(_ID_BYTES * arrival.input_tokens)
+        prompt = CompletionRequest(prompt=ids, sampling=Sampling(growth), keys=keys)
         rows = self._component.rows(prompt.tokens)
         inflight = arrival.input_tokens * self.shape.bytes_per_token
         demand = Demand((rows,), inflight, keys if self.shape.prefix_cache else ())
         if self.load.rooms >= self._limits.rooms_max:
             self.figures.failed("429", ended_s=self._now)
             return
-        pair = self.pool.choose(prompt, (), self._now, keys=keys)
+        pair = self.pool.choose(prompt, (), self._now)
         if isinstance(pair, NoPair):
             self.figures.failed("503" if pair.retry_ms is None else "429", ended_s=self._now)
             return
@@ -228,7 +229,7 @@ class FleetModel:
             self.pool.end(worker, request.room, request.tokens)
         if error.retry_ms is not None:
             pair.decode.mark_full(self._now + error.retry_ms / 1e3, enable_hisparse=False)
-        again = self.pool.choose(request.prompt, (pair.decode,), self._now, keys=request.keys)
+        again = self.pool.choose(request.prompt, (pair.decode,), self._now)
         if request.retried or error.retry_ms is None or isinstance(again, NoPair) or again.decode is pair.decode:
             self._fail(request, "400" if error.retry_ms is None else "429")
             return

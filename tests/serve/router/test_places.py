@@ -193,7 +193,7 @@ async def test_what_a_failed_request_held_comes_back(either: Site | ServerSite, 
         return
     await until(lambda: not either.backend.routing.rooms)
     for each in either.backend.routing.workers.by_peer.values():
-        assert (len(each.rooms), each.prompt_tokens, each.promised_slots) == (0, 0, 0)
+        assert (len(each.rooms), each.prompt_tokens, each.promised) == (0, 0, {})
 
 
 @pytest.mark.given(keys="open=1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 EVERYONE = -1  # a mask with all bits set
@@ -46,17 +46,10 @@ class PrefixHolders:
 
 class KnownPrefixes:
     """The keys that a router sent to one worker recently, at most `keys_max`; a prompt's deepest blocks are dropped
-    first. `learned` and `forgot` report keys that are new, and keys that are known no more. With them the ends of
-    prompts that it has answered."""
+    first. `holders` have them by the worker's `number` as well. With them the ends of prompts that it has answered."""
 
-    def __init__(
-        self,
-        keys_max: int,
-        *,
-        learned: Callable[[bytes], None] = lambda _: None,
-        forgot: Callable[[Collection[bytes]], None] = lambda _: None,
-    ) -> None:
-        self._keys_max, self._learned, self._forgot = keys_max, learned, forgot
+    def __init__(self, keys_max: int, holders: PrefixHolders | None = None, number: int = 0) -> None:
+        self._keys_max, self._holders, self._number = keys_max, holders, number
         self._keys: OrderedDict[bytes, None] = OrderedDict()
         self._ends: set[bytes] = set()
 
@@ -67,11 +60,12 @@ class KnownPrefixes:
                 self._keys.move_to_end(key)
             else:
                 self._keys[key] = None
-                self._learned(key)
+                if self._holders is not None:
+                    self._holders.add(key, self._number)
         if len(self._keys) > self._keys_max:
             gone = [self._keys.popitem(last=False)[0] for _ in range(len(self._keys) - self._keys_max)]
             self._ends.difference_update(gone)
-            self._forgot(gone)
+            self._discard(gone)
 
     def answered(self, keys: Sequence[bytes]) -> None:
         """The worker has a prompt of these keys, and its answer."""
@@ -88,6 +82,10 @@ class KnownPrefixes:
 
     def clear(self) -> None:
         """Forgets all keys."""
-        self._forgot(self._keys)
+        self._discard(self._keys)
         self._keys.clear()
         self._ends.clear()
+
+    def _discard(self, keys: Collection[bytes]) -> None:
+        if self._holders is not None:
+            self._holders.discard(keys, self._number)

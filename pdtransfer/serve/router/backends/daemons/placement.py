@@ -102,6 +102,10 @@ class Candidates:
         for ranking in (self.prefill, self.decode, self.sparse):
             ranking.remove(worker.number)
 
+    def decodes(self, request: CompletionRequest) -> Ranking[Worker]:
+        """The decode workers that support the request."""
+        return self.sparse if request.enable_hisparse else self.decode
+
     def of(self, role: Role) -> list[Worker]:
         """All of one role, in the order in which they were listed or added."""
         return sorted((self.prefill if role == "prefill" else self.decode).items(), key=lambda worker: worker.number)
@@ -217,31 +221,19 @@ class FreeSlots:
         self._candidates, self._holders, self._limits = candidates, holders, limits
 
     def choose(
-        self, request: CompletionRequest, avoid: Collection[Worker], now: float, *, may_stay: bool,
-        keys: tuple[bytes, ...] | None,
-    ) -> WorkerPair | NoPair:  # fmt: skip
+        self, request: CompletionRequest, avoid: Collection[Worker], now: float, *, may_stay: bool
+    ) -> WorkerPair | NoPair:
         """The best pair that can take the request now; workers in `avoid` come last. `may_stay`: decode may compute the
-        rest of a prompt that goes on from one that it has answered. `keys`: of the prompt's blocks, where known."""
+        rest of a prompt that goes on from one that it has answered."""
         model, enable_hisparse = request.model, request.enable_hisparse
         best: WorkerPair | None = None
         waits_ms: list[float] = []
-
-        def takes(worker: Worker) -> bool:
-            return worker.context_tokens >= request.tokens
-
-        def accepts(worker: Worker) -> bool:
-            return takes(worker) and worker.full_ms(now, self._limits, enable_hisparse=enable_hisparse) == 0
-
         for key, among in self._candidates.all().items():
-            decodes = among.sparse if enable_hisparse else among.decode
-            if (model is not None and key[0] != model) or not among.prefill or not decodes:
+            if (model is not None and key[0] != model) or not among.prefill or not among.decodes(request):
                 continue
-            prompt_keys = self._keys(key, request, decodes, keys, may_stay=may_stay)
-            pair = self._best_pair(among.prefill, decodes, prompt_keys, request.tokens, avoid, accepts)
+            pair = self._best_pair(among, request, self._keys(key, among, request, may_stay=may_stay), avoid, now)
             if pair is None:
-                wait_ms = self._wait_ms(among.prefill, decodes, takes, now, enable_hisparse=enable_hisparse)
-                if wait_ms is not None:
-                    waits_ms.append(wait_ms)
+                waits_ms += self._waits_ms(among, request, now)
                 continue
             left = pair.decode.slots_left(enable_hisparse=enable_hisparse)
             if best is None or left > best.decode.slots_left(enable_hisparse=enable_hisparse):
@@ -271,73 +263,81 @@ class FreeSlots:
         return Pair(None, decode, pair.keys, computed=rest) if cached and fits else None
 
     def _keys(
-        self, model: Model, request: CompletionRequest, decodes: Ranking[Worker], keys: tuple[bytes, ...] | None, *,
-        may_stay: bool,
-    ) -> tuple[bytes, ...]:  # fmt: skip
+        self, model: Model, among: Candidates, request: CompletionRequest, *, may_stay: bool
+    ) -> tuple[bytes, ...]:
         if self._candidates.decode_count > 1:
             wanted = self._limits.prefix_weight > 0
         else:  # no choice to make, but whether the prompt stays
-            wanted = may_stay and any(worker.rest_max for worker in decodes.items())
+            wanted = may_stay and any(worker.rest_max for worker in among.decodes(request).items())
         if not wanted:
             return ()
-        if keys is not None:
-            return keys[:PREFIX_PLACED_BLOCKS_MAX]
+        if request.keys is not None:
+            return request.keys[:PREFIX_PLACED_BLOCKS_MAX]
         root, blocks_max = root_key(*model, request.salt), PREFIX_PLACED_BLOCKS_MAX
         return block_keys(root, request.prompt, block_tokens=self._limits.prefix_block_tokens, blocks_max=blocks_max)
 
+    def _full_ms(self, worker: Worker, request: CompletionRequest, now: float) -> float:
+        return worker.full_ms(now, self._limits, enable_hisparse=request.enable_hisparse)
+
     def _best_pair(
-        self, prefills: Ranking[Worker], decodes: Ranking[Worker], keys: tuple[bytes, ...], tokens: int,
-        avoid: Collection[Worker], accepts: Callable[[Worker], bool],
-    ) -> WorkerPair | None:  # fmt: skip
+        self,
+        among: Candidates,
+        request: CompletionRequest,
+        keys: tuple[bytes, ...],
+        avoid: Collection[Worker],
+        now: float,
+    ) -> WorkerPair | None:
         """The best decode worker that some prefill worker can serve now, and the best of these; avoid ones last."""
 
-        def serves(decode: Worker) -> Callable[[Worker], bool]:
-            return lambda worker: accepts(worker) and not obstacle(worker, decode)
+        def accepts(worker: Worker) -> bool:
+            return _takes(worker, request) and self._full_ms(worker, request, now) == 0
+
+        def prefill_for(decode: Worker, avoid: Collection[Worker] = ()) -> Worker | None:
+            best = among.prefill.best(
+                EVERYONE, lambda worker: worker not in avoid and accepts(worker) and not obstacle(worker, decode)
+            )
+            return None if best is None else best[1]
 
         def served(worker: Worker) -> bool:
-            return accepts(worker) and prefills.best(EVERYONE, serves(worker)) is not None
+            return accepts(worker) and prefill_for(worker) is not None
 
-        decode = self._best_decode(decodes, keys, tokens, lambda worker: worker not in avoid and served(worker))
+        decode = self._best_decode(among, request, keys, lambda worker: worker not in avoid and served(worker))
         if decode is None and avoid:
-            decode = self._best_decode(decodes, keys, tokens, served)
+            decode = self._best_decode(among, request, keys, served)
         if decode is None:
             return None
-        fits = serves(decode)
-        best = prefills.best(EVERYONE, lambda worker: worker not in avoid and fits(worker))
-        best = best or prefills.best(EVERYONE, fits)
-        assert best is not None, "some prefill worker serves it"
-        return Pair(best[1], decode, keys)
+        prefill = prefill_for(decode, avoid) or prefill_for(decode)
+        assert prefill is not None, "some prefill worker serves it"
+        return Pair(prefill, decode, keys)
 
-    def _wait_ms(
-        self, prefills: Ranking[Worker], decodes: Ranking[Worker], takes: Callable[[Worker], bool], now: float, *,
-        enable_hisparse: bool,
-    ) -> float | None:  # fmt: skip
-        """When some pair of these may accept a room; None where no two of them can work together, and take it."""
-        both = [worker for worker in prefills.items() if takes(worker)]
+    def _waits_ms(self, among: Candidates, request: CompletionRequest, now: float) -> list[float]:
+        """When some pair of these may accept a room; empty where no two of them can work together, and take it."""
+        both = [worker for worker in among.prefill.items() if _takes(worker, request)]
         able = [
             worker
-            for worker in decodes.items()
-            if takes(worker) and any(not obstacle(prefill, worker) for prefill in both)
+            for worker in among.decodes(request).items()
+            if _takes(worker, request) and any(not obstacle(prefill, worker) for prefill in both)
         ]
         if not able:
-            return None
-        sides = [
-            min(worker.full_ms(now, self._limits, enable_hisparse=enable_hisparse) for worker in side)
-            for side in (both, able)
-        ]
-        return max(sides) or self._limits.resend_ms_max
+            return []
+        wait_ms = max(min(self._full_ms(worker, request, now) for worker in side) for side in (both, able))
+        return [wait_ms or self._limits.resend_ms_max]
 
     def _best_decode(
-        self, decodes: Ranking[Worker], keys: tuple[bytes, ...], tokens: int, passes: Callable[[Worker], bool]
+        self,
+        among: Candidates,
+        request: CompletionRequest,
+        keys: tuple[bytes, ...],
+        passes: Callable[[Worker], bool],
     ) -> Worker | None:
         """The worker with the highest score, then the fewest rooms. Of those that know equally much of the prompt the
         first in the ranking has the highest."""
         best: tuple[tuple[int, int, str], Worker] | None = None
         for mask, blocks in self._holders.levels(keys):
-            candidate = decodes.best(mask, passes)
+            candidate = among.decodes(request).best(mask, passes)
             if candidate is not None:
                 (negative, rooms, peer, _), worker = candidate
-                ranked = (-self._score(-negative, tokens, blocks), rooms, peer)
+                ranked = (-self._score(-negative, request.tokens, blocks), rooms, peer)
                 if best is None or ranked < best[0]:
                     best = ranked, worker
         return None if best is None else best[1]
@@ -347,3 +347,7 @@ class FreeSlots:
         prefix = known_blocks * self._limits.prefix_block_tokens
         fits = slots_left >= tokens - prefix
         return slots_left + (self._limits.prefix_weight * prefix if fits else 0)
+
+
+def _takes(worker: Worker, request: CompletionRequest) -> bool:
+    return worker.context_tokens >= request.tokens

@@ -29,6 +29,7 @@ class CompletionRequest:
     salt: bytes = b""
     request_id: str = ""  # this and the next: as in Begin
     traceparent: str = ""
+    keys: tuple[bytes, ...] | None = None  # of the prompt's blocks; None: by its ids
 
     @property
     def prompt_tokens(self) -> int:
@@ -44,6 +45,20 @@ class CompletionRequest:
         """What the router keeps of it and its answer as ids, at most."""
         answer = 4 * self.sampling.max_tokens if self.enable_resume else 0
         return min(len(self.prompt) + answer, PROMPT_BYTES_MAX)
+
+    def begin(self, room: int) -> Begin:
+        """What both workers of a room get of it."""
+        return Begin(
+            room,
+            self.prompt,
+            self.sampling,
+            peers=(),
+            time_left_ms=0,
+            enable_hisparse=self.enable_hisparse,
+            salt=self.salt,
+            request_id=self.request_id,
+            traceparent=self.traceparent,
+        )
 
 
 def dense(request: CompletionRequest) -> CompletionRequest:
@@ -153,10 +168,10 @@ class RoutedRoom:
     prefill: RoomLeg | None  # None: decode computes the rest of the prompt itself
     decode: RoomLeg
     deadline: float
-    retried: bool
+    keys: RunningKeys | None  # of its prompt's blocks and its answer's, where decode may compute the next turn
     so_far: AnswerSoFar | None = None  # None: the request is not resumed
-    keys: RunningKeys | None = None  # of its prompt's blocks and its answer's, where decode may compute the next turn
     repeats: int | None = None  # the id that decode has to send first, which was delivered already
+    retried: bool = False  # a pair has failed at the request before
     is_open: bool = True  # its client waits for it
     received: int = 0
     cause: Cause = Cause.ABORTED  # why it failed
@@ -173,9 +188,15 @@ class RoutedRoom:
             self.keys.generated(ids)
 
     @property
-    def landed(self) -> bool:
-        """True if decode has the prompt's KV, so that the prefill worker no longer matters."""
-        return self.received > 0 or self.decode.state is Leg.ENDED
+    def delivered(self) -> int | None:
+        """The id that was delivered last, as far as it is kept: a room that goes on with the answer picks it again."""
+        resumed = None if self.so_far is None else self.so_far.repeated
+        return self.repeats if resumed is None else resumed
+
+    def needs(self, leg: RoomLeg) -> bool:
+        """True if its client waits for what this leg has to do: prefill matters until decode has the prompt's KV."""
+        landed = self.received > 0 or self.decode.state is Leg.ENDED
+        return self.is_open and (leg is self.decode or not landed)
 
 
 def rooms_by_progress(rooms: Iterable[RoutedRoom]) -> dict[str, int]:

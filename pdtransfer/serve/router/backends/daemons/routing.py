@@ -8,7 +8,7 @@ Messages about unknown rooms are answered with Cancel or Ended and otherwise ign
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from msgspec.structs import replace
@@ -46,9 +46,14 @@ class Routing:
     """All requests of one router. A peer is the endpoint of a worker; decode dials prefill by the same endpoint."""
 
     def __init__(
-        self, identity: Identity, *, prefill: Iterable[str], decode: Iterable[str], limits: Limits,
+        self,
+        identity: Identity,
+        *,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        limits: Limits,
         mint: Callable[[], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._limits, self._mint = limits, mint
         self._effects: list[RoutingEffect] = []
         self.workers = WorkerPool(identity, prefill, decode, limits, self._effects.append, self._lost)
@@ -88,15 +93,13 @@ class Routing:
         if isinstance(pair, NoPair):
             cause = Cause.PEER_LOST if pair.retry_ms is None else Cause.FULL
             raise AnswerFailedError(pair.detail, cause, retry_ms=retry_ms if pair.retry_ms is None else pair.retry_ms)
-        so_far = AnswerSoFar(request) if request.enable_resume else None
-        room = self._open(request, pair, None, so_far, None, now + self._limits.room_deadline_ms / 1e3, now)
-        return room.request_id, self._take()
+        return self._open(request, pair, now).request_id, self._take()
 
     def cancel(self, request: int, now: float) -> list[RoutingEffect]:
         """The client disconnected. Ignores a request that has ended."""
         room = self.requests.get(request)
         if room is not None:
-            self._fail(room, (), Cause.ABORTED, "the client disconnected", 0, now)
+            self._fail(room, Cause.ABORTED, "the client disconnected", now)
         return self._take()
 
     def stop(self, request: int, now: float) -> list[RoutingEffect]:
@@ -106,7 +109,7 @@ class Routing:
         if room is not None:
             self.workers.answered(room.decode.worker, room.keys)
             self._end_on_workers(room, Cause.ABORTED, now)
-            self._over(_ended(room, by_workers=False))
+            self._over(room, by_workers=False)
         return self._take()
 
     def receive(self, peer: str, message: Message, now: float) -> list[RoutingEffect]:
@@ -176,31 +179,38 @@ class Routing:
         """Fails unfinished requests, and sends Goodbye to the workers."""
         self._closed = True
         for room in list(self.requests.values()):
-            self._fail(room, (), Cause.SHUTDOWN, "the router shuts down", 0, now)
+            self._fail(room, Cause.SHUTDOWN, "the router shuts down", now)
         self.workers.goodbye(Cause.SHUTDOWN.value)
         return self._take()
 
     def _open(
-        self, request: CompletionRequest, pair: WorkerPair, request_id: int | None, so_far: AnswerSoFar | None,
-        repeats: int | None, deadline: float, now: float,
-    ) -> RoutedRoom:  # fmt: skip
+        self, request: CompletionRequest, pair: WorkerPair, now: float, failed: RoutedRoom | None = None
+    ) -> RoutedRoom:
+        """Begins a room; `failed` is the one before it of the same request."""
         room_id = self._mint()
         while not room_id or room_id in self._rooms or room_id in self.requests:  # 0 names none on the wire
             room_id = self._mint()
+        begin = request.begin(room_id)
         if pair.prefill is None:  # decode computes what it has not cached
             rest_max = min(pair.decode.rest_max, self._limits.turn_tokens_max)
-            prefill, decode = None, _leg(room_id, pair.decode, request, pair.decode.endpoints, rest_max=rest_max)
+            prefill, decode = None, _leg(pair.decode, begin, peers=pair.decode.endpoints, rest_max=rest_max)
         else:
-            early = request.early and repeats is None
-            prefill = _leg(room_id, pair.prefill, request, pair.decode.names, early=early)
-            decode = _leg(room_id, pair.decode, request, pair.prefill.endpoints)
-        first = room_id if request_id is None else request_id
-        retried, keys = request_id is not None, self.workers.answer_keys(pair.decode, request.prompt, request.salt)
-        room = RoutedRoom(room_id, first, request, prefill, decode, deadline, retried, so_far, keys, repeats)
-        self._rooms[room_id] = self.requests[first] = room
+            early = request.early and (failed is None or failed.delivered is None)
+            prefill = _leg(pair.prefill, begin, peers=pair.decode.names, first_token=early)
+            decode = _leg(pair.decode, begin, peers=pair.prefill.endpoints)
+        keys = self.workers.answer_keys(pair.decode, request.prompt, request.salt)
+        deadline = now + self._limits.room_deadline_ms / 1e3
+        room = RoutedRoom(room_id, room_id, request, prefill, decode, deadline, keys)
+        if failed is not None:
+            room.request_id, room.deadline, room.so_far = failed.request_id, failed.deadline, failed.so_far
+            room.repeats = failed.delivered
+            room.retried = failed.retried or failed.prefill is not None  # decode alone was no pair's attempt
+        elif request.enable_resume:
+            room.so_far = AnswerSoFar(request)
+        self._rooms[room_id] = self.requests[room.request_id] = room
         self.prefix_tokens += self.workers.begin(pair, room_id, request)
         self.stayed += pair.prefill is None
-        self._timers.set(("deadline", room_id), deadline)
+        self._timers.set(("deadline", room_id), room.deadline)
         for leg in room.legs:
             self._repeat(room, leg, now)
         return room
@@ -225,7 +235,7 @@ class Routing:
         except RemoteProtocolError as error:  # of this room alone: a daemon before v1.3 sends none
             text = text or str(error)
         if text:
-            self._fail(room, (leg.worker,), Cause.BREACH, f"{leg.node}: {text}", 0, now)
+            self._fail(room, Cause.BREACH, f"{leg.node}: {text}", now, (leg.worker,))
             return
         if early:
             self._effects.append(Send(leg.worker.peer, TokensAcked(room.id, upto)))
@@ -238,7 +248,7 @@ class Routing:
             if room.received == 0 and room.repeats is not None:
                 if (first := int(ids[0])) != room.repeats:
                     text = f"{leg.node}: cannot go on: it picks {first} where {room.repeats} was delivered"
-                    self._fail(room, (leg.worker,), Cause.ENGINE, text, 0, now)
+                    self._fail(room, Cause.ENGINE, text, now, (leg.worker,))
                     return
                 received = 1
             room.generated(message.ids[4 * (room.received - message.first) :])
@@ -283,8 +293,9 @@ class Routing:
             self.workers.answered(leg.worker, room.keys)
         if end.reason not in SUCCESSES and not secondary:
             cause = Cause.of(end.reason, Cause.ENGINE)
-            text = f"{leg.node}: {end.detail or end.reason}"
-            self._leg_failed(room, leg, room.legs if cause in MUTUAL_CAUSES else (leg,), cause, text, end.retry_ms, now)
+            blamed = tuple(faulty.worker for faulty in (room.legs if cause in MUTUAL_CAUSES else (leg,)))
+            if room.needs(leg):
+                self._fail(room, cause, f"{leg.node}: {end.detail or end.reason}", now, blamed, end.retry_ms)
         self._settle(room)
 
     def _lost(self, worker: Worker, cause: Cause, detail: str, now: float) -> None:
@@ -292,16 +303,9 @@ class Routing:
             room = self._rooms[room_id]
             leg = next(leg for leg in room.legs if leg.worker is worker)
             self._end_leg(room, leg, LegEvent.LOSE)
-            self._leg_failed(room, leg, (leg,), cause, detail, 0, now)
+            if room.needs(leg):
+                self._fail(room, cause, detail, now, (worker,))
             self._settle(room)
-
-    def _leg_failed(
-        self, room: RoutedRoom, leg: RoomLeg, faulty: Sequence[RoomLeg], cause: Cause, detail: str, retry_ms: int,
-        now: float,
-    ) -> None:  # fmt: skip
-        """One leg failed. The room fails too, unless the leg was a prefill that had done its part."""
-        if room.is_open and (leg is room.decode or not room.landed):
-            self._fail(room, tuple(leg.worker for leg in faulty), cause, detail, retry_ms, now)
 
     def _settle(self, room: RoutedRoom) -> None:
         """Finishes a room whose legs have both ended, and removes it."""
@@ -312,14 +316,14 @@ class Routing:
         if room.is_open:
             assert room.decode.end is not None
             room.is_open = False
-            self._over(_ended(room))
+            self._over(room)
         del self._rooms[room.id]
         self._timers.clear(("deadline", room.id))
 
-    def _over(self, end: RoomEnded) -> None:
-        """The request has its end."""
-        del self.requests[end.request]
-        self._effects.append(end)
+    def _over(self, room: RoutedRoom, **how: Any) -> None:
+        """The request ends with this room."""
+        del self.requests[room.request_id]
+        self._effects.append(_room_ended(room, **how))
 
     def _end_on_workers(self, room: RoutedRoom, cause: Cause, now: float) -> None:
         """Ends the room for its client, and cancels it on the workers that have not ended it."""
@@ -332,7 +336,13 @@ class Routing:
                 self._repeat(room, leg, now)
 
     def _fail(
-        self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, detail: str, retry_ms: int, now: float
+        self,
+        room: RoutedRoom,
+        cause: Cause,
+        detail: str,
+        now: float,
+        blamed: tuple[Worker, ...] = (),
+        retry_ms: int = 0,
     ) -> None:
         """Ends this room; retries the request where that can help, else fails it."""
         if cause is Cause.FULL:
@@ -343,13 +353,11 @@ class Routing:
         if retry is None:
             if cause is Cause.REFUSED and so_far is not None and so_far.lost is not None:
                 cause, detail = so_far.lost[0], f"{so_far.lost[1]}; it was not resumed: {detail}"
-            self._over(_ended(room, cause=cause, detail=detail, retry_ms=retry_ms))
+            self._over(room, cause=cause, detail=detail, retry_ms=retry_ms)
             return
-        repeats = room.repeats if so_far is None or so_far.repeated is None else so_far.repeated
         resumed = so_far is not None and so_far.repeated is not None
-        again = self._open(*retry, room.request_id, so_far, repeats, room.deadline, now)
-        again.retried = room.retried or room.prefill is not None  # decode alone was no pair's attempt
-        self._effects.append(_ended(room, cause=cause, detail=detail, next_room=again.id, resumed=resumed))
+        again = self._open(*retry, now, room)
+        self._effects.append(_room_ended(room, cause=cause, detail=detail, next_room=again.id, resumed=resumed))
         if so_far is not None and resumed:
             self.resumptions += 1
             so_far.resumptions += 1
@@ -402,7 +410,7 @@ class Routing:
             else:
                 progress = ", ".join([_progress(room, leg) for leg in room.legs])
                 text = f"no progress in {self._limits.room_deadline_ms} ms: {progress}"
-                self._fail(room, (), Cause.DEADLINE, text, 0, now)
+                self._fail(room, Cause.DEADLINE, text, now)
             return
         # Its workers are alive and never ended it: their later messages count as those of an unknown room.
         for leg in room.legs:
@@ -448,7 +456,7 @@ def _progress(room: RoutedRoom, leg: RoomLeg) -> str:
     return f"{leg.worker.role} {leg.node} {done}" + (f" ({queued} rooms are queued there)" if queued else "")
 
 
-def _ended(room: RoutedRoom, *, by_workers: bool = True, **how: Any) -> RoomEnded:
+def _room_ended(room: RoutedRoom, *, by_workers: bool = True, **how: Any) -> RoomEnded:
     """`by_workers`: they were left to end it, so that their Ends count."""
     prefill, so_far = room.prefill, room.so_far
     return RoomEnded(
@@ -465,13 +473,6 @@ def _ended(room: RoutedRoom, *, by_workers: bool = True, **how: Any) -> RoomEnde
     )
 
 
-def _leg(
-    room_id: int, worker: Worker, request: CompletionRequest, peers: tuple[str, ...], *, early: bool = False,
-    rest_max: int = 0,
-) -> RoomLeg:  # fmt: skip
+def _leg(worker: Worker, begin: Begin, **of_leg: Any) -> RoomLeg:
     assert worker.identity is not None
-    begin = Begin(
-        room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse, request.salt, request.request_id,
-        request.traceparent, early, rest_max,
-    )  # fmt: skip
-    return RoomLeg(worker, begin, worker.identity.node)
+    return RoomLeg(worker, replace(begin, **of_leg), worker.identity.node)

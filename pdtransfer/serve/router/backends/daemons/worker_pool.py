@@ -165,13 +165,13 @@ class WorkerPool:
             pair.decode.computing[room] = pair.computed
         cached = pair.decode.known.count(pair.keys) * self._limits.prefix_block_tokens
         pair.decode.known.learn(pair.keys)
-        pair.decode.promise(room, request.tokens)
+        pair.decode.promised[room] = request.tokens
         return cached
 
     def end(self, worker: Worker, room: int, prompt_tokens: int) -> None:
         """A room with this many prompt tokens has ended on this worker."""
         worker.rooms.discard(room)
-        worker.forget_promise(room)
+        worker.promised.pop(room, None)
         worker.computing.pop(room, None)
         if worker.role == "prefill":
             worker.prompt_tokens -= prompt_tokens
@@ -191,11 +191,10 @@ class WorkerPool:
             worker.known.answered(keys.keys)
 
     def choose(
-        self, request: CompletionRequest, avoid: Iterable[Worker], now: float, *, may_stay: bool = False,
-        keys: tuple[bytes, ...] | None = None,
-    ) -> WorkerPair | NoPair:  # fmt: skip
+        self, request: CompletionRequest, avoid: Iterable[Worker], now: float, *, may_stay: bool = False
+    ) -> WorkerPair | NoPair:
         """As FreeSlots.choose; slow workers come last as well."""
-        return self._policy.choose(request, self._slow.union(avoid), now, may_stay=may_stay, keys=keys)
+        return self._policy.choose(request, self._slow.union(avoid), now, may_stay=may_stay)
 
     def models(self) -> Mapping[str, int]:
         """Returns the models that a ready pair serves, in order. Of each, the tokens of a prompt and its answer that
@@ -241,11 +240,7 @@ class WorkerPool:
 
     def _new(self, peer: str, role: Role) -> Worker:
         number = self._free_numbers.pop() if self._free_numbers else next(self._numbers)
-        prefixes = KnownPrefixes(
-            self._limits.prefix_keys_max,
-            learned=lambda key: self._holders.add(key, number),
-            forgot=lambda keys: self._holders.discard(keys, number),
-        )
+        prefixes = KnownPrefixes(self._limits.prefix_keys_max, self._holders, number)
         worker = Worker(peer, role, Liveness(self._limits, 0.0), number, prefixes)
         self._candidates.came(worker)
         return worker

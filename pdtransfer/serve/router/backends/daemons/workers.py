@@ -86,7 +86,6 @@ class Worker:
     rooms: set[int] = field(default_factory=set[int])
     prompt_tokens: int = 0  # of its rooms
     promised: dict[int, int] = field(default_factory=dict[int, int])  # slots for rooms begun after its last Load
-    promised_slots: int = 0  # all of these
     computing: dict[int, int] = field(default_factory=dict[int, int])  # prompt tokens that decode has yet to compute
     full_until: float = 0.0  # from its last refusal as full
     sparse_full_until: float = 0.0  # the same, for rooms with HiSparse only
@@ -134,15 +133,6 @@ class Worker:
         nodes = (self.identity.node, *(member.node for member in self.identity.group[1:]))
         return tuple(split_key(endpoint)[0] or node for endpoint, node in zip(self.endpoints, nodes, strict=True))
 
-    def promise(self, room: int, slots: int) -> None:
-        """A room begins that needs this many slots, which its Load does not show yet."""
-        self.promised[room] = slots
-        self.promised_slots += slots
-
-    def forget_promise(self, room: int) -> None:
-        """The room has ended here, perhaps before any Load showed it."""
-        self.promised_slots -= self.promised.pop(room, 0)
-
     @property
     def rest_max(self) -> int:
         """The tokens of a prompt that it may be asked to compute itself, by its Load."""
@@ -150,14 +140,14 @@ class Worker:
 
     def loaded(self, load: Load) -> None:
         """A Load came: it shows all rooms that have begun."""
-        self.load, self.promised_slots = load, 0
+        self.load = load
         self.promised.clear()
 
     def slots_left(self, *, enable_hisparse: bool) -> int:
         """Free slots for requests of this kind, as far as known. Negative: the newest rooms will queue."""
         assert self.load is not None
         apart = enable_hisparse and self.load.sparse_slots_total > 0
-        return (self.load.sparse_slots_free if apart else self.load.slots_free) - self.promised_slots
+        return (self.load.sparse_slots_free if apart else self.load.slots_free) - sum(self.promised.values())
 
     def mark_full(self, until: float, *, enable_hisparse: bool) -> None:
         """Marks it full until then. A decode worker that is full for HiSparse still accepts dense rooms."""

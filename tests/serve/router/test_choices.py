@@ -16,7 +16,7 @@ from openai.types.chat.chat_completion_message import FunctionCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
 from pdtransfer.errors import Cause
-from pdtransfer.serve.router.backends.daemons.answer import TURN_TOKENS_MAX, Answer, AnswerText, Choice
+from pdtransfer.serve.router.backends.daemons.answer import TURN_TOKENS_MAX, Answer
 from pdtransfer.serve.router.backends.daemons.answers import LOGPROBS_INLINE_MAX
 from pdtransfer.serve.router.backends.daemons.router_effects import RoomEnded
 from pdtransfer.serve.router.front.client_request import ClientRequest
@@ -231,9 +231,8 @@ async def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None
     count = 3 * TURN_TOKENS_MAX
     body = {"prompt": "x", "n": 3, "max_tokens": count + 1, "logprobs": 0, "stop": stop}
     completion = parse(json.dumps(body).encode(), seed=1)
-    news, turns, stopped = asyncio.Event(), 0, []
+    turns, stopped = 0, []
     client = ClientRequest(node="r", path="/v1/completions", request_id="r-1")
-    choices: list[Choice] = []
     complete = partial(RoomEnded, id=1, prefill_node="p", decode_node="d")
     scores = b"".join(Logprobs(-float(index)).pack() for index in range(count))
 
@@ -241,10 +240,8 @@ async def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None
         stopped.append(request)
         choices[request].room_ended(complete(request=request), 0.0)
 
-    for index, room in enumerate(completion.rooms):
-        text = AnswerText(BytesText(), room.sampling, completion.stops, keep_stop=False)
-        choices.append(Choice(client, news, partial(stopping, index), text, echo="", began_s=0.0))
-    answer = Answer(replace(completion, chat=True), 1, BytesText(), choices, news, lambda: None)
+    answer = Answer(replace(completion, chat=True), client, BytesText(), stopping, lambda _: None)
+    choices = [answer.add(index) for index in range(3)]
     for index, choice in enumerate(choices):
         choice.put([97] * count + [98], scores + Logprobs(-1.0).pack(), 0.0)
         if index or stop is None:

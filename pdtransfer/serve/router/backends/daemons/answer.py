@@ -6,7 +6,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import msgspec
 
@@ -112,23 +112,29 @@ TURN_TOKENS_MAX = 256  # of one answer that become text before the loop serves o
 
 
 class Choice:
-    """One choice of an answer: its tokens wait here for the HTTP task, at most max_tokens of them, and become `text`.
+    """Choice `index` of an answer: its tokens wait here for the HTTP task, at most max_tokens of them, become `text`.
     `news` is set at each change. `stop` ends its room where the text has met a stop string, and so the choice. Times
     are those of the router's monotonic clock."""
 
     def __init__(
-        self, client: ClientRequest, news: asyncio.Event, stop: Callable[[], None], text: AnswerText, *, echo: str,
-        began_s: float,
-    ) -> None:  # fmt: skip
-        self.client, self._news, self._stop = client, news, stop
-        self.began_s = self.first_s = self.token_s = began_s  # token_s: when the latest token came
-        self.streaming = False
+        self,
+        index: int,
+        client: ClientRequest,
+        news: asyncio.Event,
+        stop: Callable[[], None],
+        text: AnswerText,
+        *,
+        echo: str,
+    ) -> None:
+        self.index, self.client, self._news, self._stop = index, client, news, stop
+        self.began_s = self.token_s = now = time.monotonic()  # token_s: when the latest token came
+        self.first_s: float | None = None
         self._ids: list[int] = []
         self._logprobs = bytearray()
         self.text, self._echo, self.shown = text, echo, False  # shown: a stream has a part of it
         self.end: RoomEnded | None = None  # of its last room
         self.finish_reason: str | None = None  # once its text is complete
-        self._begin_room(began_s)
+        self._begin_room(now)
 
     def _begin_room(self, now: float) -> None:
         self._room_began_s, self._room_tokens = now, 0
@@ -136,12 +142,9 @@ class Choice:
 
     def put(self, ids: list[int], logprobs: bytes, now: float) -> None:
         """Appends ids, with their packed logprobs."""
-        if not self.streaming:
-            self.first_s, self.client.first_s = now, self.client.first_s or now
-        if self._room_first_s is None:
-            self._room_first_s = now
+        self.token_s, self.first_s = now, self.first_s or now
+        self.client.first_s, self._room_first_s = self.client.first_s or now, self._room_first_s or now
         self._room_tokens += len(ids)
-        self.streaming, self.token_s = True, now
         self._ids += ids
         self._logprobs += logprobs
         self._news.set()
@@ -161,21 +164,33 @@ class Choice:
         return record
 
     def _record(self, end: RoomEnded, now: float) -> EndedRequest:
-        prefill, decode = end.prefill, end.decode
+        prefill, decode, total_s = end.prefill, end.decode, now - self._room_began_s
         first_s = None if self._room_first_s is None else self._room_first_s - self._room_began_s
         # Without an End of decode the router ended the answer itself, at a stop string.
         success = "stop" if decode is None else decode.reason
         return self.client.record(
-            rooms=(end.id,), prefill=end.prefill_node, decode=end.decode_node, prompt_tokens=end.prompt_tokens,
-            tokens=self._room_tokens, reason=success if end.cause is None else "", cause=end.cause, detail=end.detail,
-            retried=end.next_room is not None, resumptions=end.resumptions, enable_hisparse=end.enable_hisparse,
-            total_s=now - self._room_began_s, first_token_s=first_s,
-            spans=spans_of(end.id, first_s, now - self._room_began_s),
+            rooms=(end.id,),
+            prefill=end.prefill_node,
+            decode=end.decode_node,
+            prompt_tokens=end.prompt_tokens,
+            tokens=self._room_tokens,
+            reason=success if end.cause is None else "",
+            cause=end.cause,
+            detail=end.detail,
+            retried=end.next_room is not None,
+            resumptions=end.resumptions,
+            enable_hisparse=end.enable_hisparse,
+            total_s=total_s,
+            first_token_s=first_s,
+            spans=spans_of(end.id, first_s, total_s),
             cached_tokens=decode.prefix if decode is not None and decode.reason in SUCCESSES else None,
-            kv_bytes=0 if decode is None else decode.kv_bytes, queue_s=_seconds(prefill, "queue_us"),
-            prefill_s=_seconds(prefill, "compute_us"), transfer_s=_seconds(prefill, "transfer_us"),
-            admission_s=_seconds(decode, "admission_us"), copy_s=_seconds(prefill, "copy_us"),
-        )  # fmt: skip
+            kv_bytes=0 if decode is None else decode.kv_bytes,
+            queue_s=_seconds(prefill, "queue_us"),
+            prefill_s=_seconds(prefill, "compute_us"),
+            transfer_s=_seconds(prefill, "transfer_us"),
+            admission_s=_seconds(decode, "admission_us"),
+            copy_s=_seconds(prefill, "copy_us"),
+        )
 
     @property
     def waiting(self) -> int:
@@ -216,36 +231,51 @@ def _seconds(end: End | None, field: str) -> float | None:
 
 class Answer:
     """All choices of one answer: as AnswerStream its server-sent events, or all of it. One failure fails the answer.
-    `request` names it, and `close` is called at its end."""
+    `stop` ends the room of a choice whose text has met a stop string, and `end` all that have not ended."""
 
     length: int | None = None
     events = True
     headers: Mapping[str, str] = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
     def __init__(
-        self, completion: Completion, request: int, codec: TextCodec, choices: list[Choice], news: asyncio.Event,
-        close: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._completion, self._request, self._created = completion, request, int(time.time())
-        self._codec, self._choices, self._news, self._close = codec, choices, news, close
-        self._pieces: dict[int, TextPiece] = {}
+        self,
+        completion: Completion,
+        client: ClientRequest,
+        codec: TextCodec,
+        stop: Callable[[int], None],
+        end: Callable[[Answer], None],
+    ) -> None:
+        self.completion, self.client, self._codec, self._stop, self._end = completion, client, codec, stop, end
+        self.choices: dict[int, Choice] = {}  # by their first rooms
+        self._created, self._news = int(time.time()), asyncio.Event()
+        self._pieces: dict[Choice, TextPiece] = {}
         self._complete = False
+
+    def add(self, room: int) -> Choice:
+        """The next choice, whose room has begun."""
+        completion, index = self.completion, len(self.choices)
+        sampling = completion.rooms[index].sampling
+        text = AnswerText(self._codec, sampling, completion.stops, keep_stop=completion.keep_stop)
+        echo = completion.echoes[index // completion.n] if completion.echoes else ""
+        self.client.rooms.append(room)
+        stop = partial(self._stop, room)
+        choice = self.choices[room] = Choice(index, self.client, self._news, stop, text, echo=echo)
+        return choice
 
     @property
     def ended(self) -> bool:
         """True if all choices are complete."""
-        return None not in [choice.finish_reason for choice in self._choices]
+        return None not in [choice.finish_reason for choice in self.choices.values()]
 
-    async def _next(self) -> dict[int, TextPiece]:
-        """Waits for the next pieces, by the number of their choice: of TURN_TOKENS_MAX tokens together. Raises
-        AnswerFailedError."""
+    async def _next(self) -> dict[Choice, TextPiece]:
+        """Waits for the next pieces: of TURN_TOKENS_MAX tokens together. Raises AnswerFailedError."""
         if self._news.is_set():
             await asyncio.sleep(0)  # A client that was slow to read left many tokens: others have their turn first.
         await self._news.wait()
         self._news.clear()
-        pieces: dict[int, TextPiece] = {}
+        pieces: dict[Choice, TextPiece] = {}
         left = TURN_TOKENS_MAX
-        for index, choice in enumerate(self._choices):
+        for choice in self.choices.values():
             if choice.finish_reason is not None:
                 continue
             if choice.end is not None and choice.end.cause is not None:
@@ -253,19 +283,19 @@ class Answer:
             piece, count = choice.advance(left)
             left -= count
             if piece is not None:
-                pieces[index] = piece
+                pieces[choice] = piece
             if choice.waiting and choice.finish_reason is None:
                 self._news.set()
         return pieces
 
     async def whole(self) -> bytes:
         """All of it, in one object. Raises AnswerFailedError."""
-        pieces: list[list[TextPiece]] = [[] for _ in self._choices]
+        pieces: dict[Choice, list[TextPiece]] = {choice: [] for choice in self.choices.values()}
         while not self.ended:
-            for index, piece in (await self._next()).items():
-                pieces[index].append(piece)
-        texts = [TextPiece.joined(choice) for choice in pieces]
-        if sum(len(text.tokens) for text in texts) <= LOGPROBS_INLINE_MAX:
+            for choice, piece in (await self._next()).items():
+                pieces[choice].append(piece)
+        texts = {choice: TextPiece.joined(of_choice) for choice, of_choice in pieces.items()}
+        if sum(len(text.tokens) for text in texts.values()) <= LOGPROBS_INLINE_MAX:
             return self._written(texts)
         return await asyncio.to_thread(self._written, texts)
 
@@ -280,10 +310,10 @@ class Answer:
             return b""
         await self.begin()
         pieces, self._pieces = self._pieces, {}
-        events = [self._chunk(index, piece) for index, piece in pieces.items()]
+        events = [self._chunk(choice, piece) for choice, piece in pieces.items()]
         if self.ended:
             self._complete = True
-            if self._completion.include_usage:
+            if self.completion.include_usage:
                 events.append(self._object([], {"usage": self._usage()}, chunk=True))
             events.append(b"[DONE]")
         return b"".join(b"data: " + event + b"\n\n" for event in events)
@@ -291,45 +321,44 @@ class Answer:
     def close(self, *, complete: bool) -> None:
         """As AnswerStream.close. A room knows itself whether it is complete."""
         del complete
-        self._close()
+        self._end(self)
 
     # Its objects
 
-    def _chunk(self, index: int, piece: TextPiece) -> bytes:
+    def _chunk(self, choice: Choice, piece: TextPiece) -> bytes:
         """One chunk of a stream; the last of a choice has its finish reason and the `pdtransfer` extension."""
-        choice = self._choices[index]
         delta = {"content": piece.text} if choice.shown else {"role": "assistant", "content": piece.text}
         choice.shown = True
-        more: dict[str, object] = {"usage": None} if self._completion.include_usage else {}
+        more: dict[str, object] = {"usage": None} if self.completion.include_usage else {}
         if choice.finish_reason is not None:
             more["pdtransfer"] = extension(choice.room)
-        content = {"delta": delta} if self._completion.chat else {"text": piece.text}
-        return self._object([self._of_choice(index, piece, content)], more, chunk=True)
+        content = {"delta": delta} if self.completion.chat else {"text": piece.text}
+        return self._object([self._of_choice(choice, piece, content)], more, chunk=True)
 
-    def _written(self, texts: Sequence[TextPiece]) -> bytes:
+    def _written(self, texts: Mapping[Choice, TextPiece]) -> bytes:
         """The answer in one object. `pdtransfer` is one extension, or a list where there are several choices."""
         choices: list[object] = []
-        for index, piece in enumerate(texts):
+        for choice, piece in texts.items():
             message = {"role": "assistant", "content": piece.text, "refusal": None}
-            content = {"message": message} if self._completion.chat else {"text": piece.text}
-            choices.append(self._of_choice(index, piece, content))
-        extensions = [extension(choice.room) for choice in self._choices]
+            content = {"message": message} if self.completion.chat else {"text": piece.text}
+            choices.append(self._of_choice(choice, piece, content))
+        extensions = [extension(choice.room) for choice in texts]
         more = {"usage": self._usage(), "pdtransfer": extensions if len(extensions) > 1 else extensions[0]}
         return self._object(choices, more, chunk=False)
 
-    def _of_choice(self, index: int, piece: TextPiece, content: Mapping[str, object]) -> dict[str, object]:
-        completion, scores = self._completion, None
+    def _of_choice(self, choice: Choice, piece: TextPiece, content: Mapping[str, object]) -> dict[str, object]:
+        completion, scores = self.completion, None
         if completion.rooms[0].sampling.logprobs:
             scores = logprobs(self._codec, piece.tokens, chat=completion.chat)
-        reason = self._choices[index].finish_reason
-        return {"index": index, **content, "logprobs": scores, "finish_reason": reason}
+        return {"index": choice.index, **content, "logprobs": scores, "finish_reason": choice.finish_reason}
 
     def _usage(self) -> dict[str, object]:
         """OpenAI's usage. Cached tokens are those of the first choice of each prompt. They are missing where one was
         resumed, or where a stop string ended one, since decode reports them at its own end."""
-        prompt_tokens = self._completion.prompt_tokens
-        completion_tokens = sum(choice.text.tokens for choice in self._choices)
-        rooms = [choice.room for choice in self._choices[:: self._completion.n]]
+        prompt_tokens = self.completion.prompt_tokens
+        choices = list(self.choices.values())
+        completion_tokens = sum(choice.text.tokens for choice in choices)
+        rooms = [choice.room for choice in choices[:: self.completion.n]]
         prefixes = [room.decode.prefix for room in rooms if room.decode is not None and not room.resumptions]
         return {
             "prompt_tokens": prompt_tokens,
@@ -339,14 +368,14 @@ class Answer:
         }
 
     def _object(self, choices: Sequence[object], more: Mapping[str, object], *, chunk: bool) -> bytes:
-        chat = self._completion.chat
+        chat = self.completion.chat
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
         return msgspec.json.encode(
             {
-                "id": f"{'chatcmpl' if chat else 'cmpl'}-{self._request:016x}",
+                "id": f"{'chatcmpl' if chat else 'cmpl'}-{next(iter(self.choices)):016x}",
                 "object": kind,
                 "created": self._created,
-                "model": self._completion.model or "",
+                "model": self.completion.model or "",
                 "choices": choices,
                 **more,
             }

@@ -7,8 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -35,7 +34,7 @@ from ...front.client_request import ClientRequest
 from ...front.json_bodies import Read, RefusedRequestError, WholeAnswer
 from ...front.status import RouterMetrics
 from ...front.text import TextCodec, load_text
-from .answer import Answer, AnswerText, Choice
+from .answer import Answer, Choice
 from .answers import model
 from .completions import Completion, ReadBody, completion_of, detokenized, read_body, tokenized
 from .router_effects import Emit, RoomEnded, RoutingEffect, WorkerChanged, WorkerLeft
@@ -156,7 +155,7 @@ class Daemons:
     def _emit(self, emit: Emit) -> None:
         choice, now = self._choices[emit.request], time.monotonic()
         of = self.metrics.of(choice.client.model)
-        if choice.streaming:
+        if choice.first_s is not None:
             for _ in emit.ids:
                 of.inter_token.observe((now - choice.token_s) / len(emit.ids))
         else:
@@ -260,50 +259,42 @@ class Daemons:
 
     async def answer(self, request: Completion, client: ClientRequest) -> WholeAnswer | Answer:
         """Begins all rooms, or none, and answers with them."""
-        choices, streams = dict[int, Choice](), False
-        try:
-            answer = await self._begin(request, client, choices)
+        answer = Answer(request, client, self.text, self._stop, self._end)
+        with ExitStack() as undo:
+            undo.callback(self._end, answer)
+            await self._begin(answer)
             if not request.stream:
                 return WholeAnswer.of_json(await answer.whole())
             await answer.begin()
-            streams = True
-            return answer
-        finally:
-            if not streams:
-                self._end(choices, request)
+            undo.pop_all()
+        return answer
 
-    async def _begin(self, request: Completion, client: ClientRequest, choices: dict[int, Choice]) -> Answer:
-        """Begins a room for each choice, and adds it. Raises AnswerFailedError for the first that is refused."""
-        news, of = asyncio.Event(), self.metrics.of(client.model)
-        for index, room in enumerate(request.rooms):
-            if choices:
+    async def _begin(self, answer: Answer) -> None:
+        """Begins a room for each choice. Raises AnswerFailedError for the first that is refused."""
+        of = self.metrics.of(answer.client.model)
+        for request in answer.completion.rooms:
+            if answer.choices:
                 await asyncio.sleep(0)  # The prompts of many rooms take their time: others have their turn.
-            room_id, effects = self.routing.submit(room, self._clock.now())
-            text = AnswerText(self.text, room.sampling, request.stops, keep_stop=request.keep_stop)
-            echo = request.echoes[index // request.n] if request.echoes else ""
-            stop = partial(self._stop, room_id)
-            choice = Choice(client, news, stop, text, echo=echo, began_s=time.monotonic())
-            choices[room_id] = self._choices[room_id] = choice
-            client.rooms.append(room_id)
+            room, effects = self.routing.submit(request, self._clock.now())
+            self._choices[room] = answer.add(room)
             self._perform(effects)
-            of.prompt_tokens.inc(len(room.prompt) // 4)
-        close = partial(self._end, choices, request)
-        return Answer(request, next(iter(choices)), self.text, list(choices.values()), news, close)
+            of.prompt_tokens.inc(request.prompt_tokens)
 
     def _stop(self, request: int) -> None:
         """A stop string was met."""
         self._perform(self.routing.stop(request, self._clock.now()))
 
-    def _end(self, choices: dict[int, Choice], request: Completion) -> None:
-        """Nobody waits for these rooms any more: cancels those that have not ended."""
-        for room, choice in choices.items():
+    def _end(self, answer: Answer) -> None:
+        """Nobody waits for its rooms any more: cancels those that have not ended."""
+        for room, choice in answer.choices.items():
             if choice.end is None:
                 self._perform(self.routing.cancel(room, self._clock.now()))
             del self._choices[room]
         spans, now = self._spans, time.monotonic()
-        if spans is None or len(choices) < len(request.rooms):
+        if spans is None or len(answer.choices) < answer.completion.answers:
             return
-        for choice in choices.values():
+        for choice in answer.choices.values():
             if choice.end is not None and choice.end.cause is None:  # a failed room has no name in the timeline
-                spans("request", "to the first token", choice.began_s, choice.first_s, room=choice.end.id)
-                spans("request", "from the first token on", choice.first_s, now, room=choice.end.id)
+                first_s = choice.first_s or choice.began_s
+                spans("request", "to the first token", choice.began_s, first_s, room=choice.end.id)
+                spans("request", "from the first token on", first_s, now, room=choice.end.id)

@@ -95,14 +95,14 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 class ReadBody(Read, kw_only=True):
-    """What a body asks for. `parts` are the packed ids of each prompt, then with `echo` the UTF-8 text of each."""
+    """What a body asks for. `parts` are the packed ids of each prompt."""
 
     chat: bool
     fields: GenerationBody
     max_tokens: tuple[str, int | None]  # the field that bounds an answer's tokens, and its value
     logprobs: bool
     top_logprobs: int
-    echo: bool = False
+    echoes: tuple[str, ...]  # with `echo` the text of each prompt
 
 
 class TextPart(Struct, tag_field="type", tag="text"):
@@ -156,8 +156,8 @@ class ChatMessage(Struct):
         """As templates read it; the older `function` is a tool. Raises RefusedRequestError; `field` is its name."""
         if not _is_neutral(self.audio, _EMPTY):
             raise RefusedRequestError(f"{field}.audio", "is not supported")
-        calls = [{"id": call.id, "type": "function", "function": call.function.for_template()}
-                 for call in self.tool_calls or ()]  # fmt: skip
+        tools = self.tool_calls or ()
+        calls = [{"id": call.id, "type": "function", "function": call.function.for_template()} for call in tools]
         if self.function_call is not None:
             calls.append({"type": "function", "function": self.function_call.for_template()})
         if self.content is None and not (calls or self.refusal or self.role == "function"):
@@ -272,28 +272,28 @@ def read_body(body: bytes, *, chat: bool, text: TextCodec) -> ReadBody:
     for name, neutral in names.items():
         if not _is_neutral(getattr(values, name), neutral):
             raise RefusedRequestError(name, "is not supported")
-    if not chat:
-        fields = decoded(_COMPLETION, body)
+    echoes: list[str] = []
+    if chat:
+        fields = decoded(_CHAT, body)
+        if fields.top_logprobs and not fields.logprobs:
+            raise RefusedRequestError("top_logprobs", "only together with logprobs")
+        ids = chat_ids(text, fields.messages, reply=fields.add_generation_prompt, special=fields.add_special_tokens)
+        prompts, longest = [_packed("messages", ids, text)], ("max_completion_tokens", fields.max_completion_tokens)
+        logprobs, top_logprobs = bool(fields.logprobs), fields.top_logprobs
+    else:
+        fields, longest = decoded(_COMPLETION, body), ("", None)
         _check_completion(fields)
         prompts, echoes = _prompts(fields, text)
-        return ReadBody(
-            chat=False, fields=_common(fields), max_tokens=("max_tokens", fields.max_tokens), echo=bool(fields.echo),
-            logprobs=fields.logprobs is not None, top_logprobs=fields.logprobs or 0, parts=prompts + echoes,
-        )  # fmt: skip
-    fields = decoded(_CHAT, body)
-    if fields.top_logprobs and not fields.logprobs:
-        raise RefusedRequestError("top_logprobs", "only together with logprobs")
-    prompt = chat_ids(text, fields.messages, reply=fields.add_generation_prompt, special=fields.add_special_tokens)
-    longest = ("max_completion_tokens", fields.max_completion_tokens)
+        logprobs, top_logprobs = fields.logprobs is not None, fields.logprobs
     return ReadBody(
-        chat=True, fields=_common(fields), parts=[_packed("messages", prompt, text)],
+        chat=chat,
+        fields=GenerationBody(**{name: getattr(fields, name) for name in GenerationBody.__struct_fields__}),
         max_tokens=("max_tokens", fields.max_tokens) if longest[1] is None else longest,
-        logprobs=bool(fields.logprobs), top_logprobs=fields.top_logprobs or 0,
-    )  # fmt: skip
-
-
-def _common(fields: GenerationBody) -> GenerationBody:
-    return GenerationBody(**{name: getattr(fields, name) for name in GenerationBody.__struct_fields__})
+        logprobs=logprobs,
+        top_logprobs=top_logprobs or 0,
+        parts=prompts,
+        echoes=tuple(echoes),
+    )
 
 
 def _is_neutral(value: Raw, neutral: tuple[object, ...]) -> bool:
@@ -327,7 +327,7 @@ def chat_ids(
         raise RefusedRequestError("messages", str(error)) from None
 
 
-def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list[bytes]]:
+def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list[str]]:
     """The packed ids of each prompt, and the texts for `echo`."""
     items: Sequence[str | list[int]]
     prompt, special = fields.prompt, fields.add_special_tokens is not False
@@ -346,17 +346,13 @@ def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list
         items = decoded_field("prompt", _TEXTS, prompt)
         if len(items) > CHOICES_MAX:
             raise RefusedRequestError("prompt", f"{len(items)} prompts, at most {CHOICES_MAX}")
-    packed = [
-        _packed(
-            "prompt" if shape is None else f"prompt[{index}]",
-            text.encode(item, special=special) if isinstance(item, str) else item, text,
-        )
-        for index, item in enumerate(items)
-    ]  # fmt: skip
+    names = ["prompt"] if shape is None else [f"prompt[{index}]" for index in range(len(items))]
+    every_ids = [text.encode(item, special=special) if isinstance(item, str) else item for item in items]
+    packed = [_packed(name, ids, text) for name, ids in zip(names, every_ids, strict=True)]
     if not fields.echo:
         return packed, []
-    echoes = [(item if isinstance(item, str) else text.decode(item)).encode() for item in items]
-    if (count := (fields.n or 1) * sum(map(len, echoes))) > ECHO_BYTES_MAX:
+    echoes = [item if isinstance(item, str) else text.decode(item) for item in items]
+    if (count := (fields.n or 1) * sum(len(echo.encode()) for echo in echoes)) > ECHO_BYTES_MAX:
         raise RefusedRequestError("echo", f"{count} bytes of prompts in the answer, at most {ECHO_BYTES_MAX}")
     return packed, echoes
 
@@ -373,17 +369,24 @@ def _packed(name: str, ids: NDArray[np.int64] | list[int], text: TextCodec) -> b
 
 
 def completion_of(
-    read: ReadBody, *, seed: int, text: TextCodec, served: Served, enable_hisparse: bool = False,
-    enable_resume: bool = False, early: bool = False, request_id: str = "", traceparent: str = "",
-) -> Completion:  # fmt: skip
+    read: ReadBody,
+    *,
+    seed: int,
+    text: TextCodec,
+    served: Served,
+    enable_hisparse: bool = False,
+    enable_resume: bool = False,
+    early: bool = False,
+    request_id: str = "",
+    traceparent: str = "",
+) -> Completion:
     """The rooms of what was read. `seed`, `enable_hisparse` and `enable_resume` hold where the body has none; `early`
     is for streams. Raises RefusedRequestError that names the field."""
     fields, chat = read.fields, read.chat
     model = _model(fields.model or None, served)
     n, stream = fields.n or 1, bool(fields.stream)
-    prompts = read.parts[: len(read.parts) // 2] if read.echo else read.parts
-    if len(prompts) * n > CHOICES_MAX:
-        raise RefusedRequestError("n", f"{n} choices of {len(prompts)} prompts, at most {CHOICES_MAX} in one request")
+    if (count := len(read.parts)) * n > CHOICES_MAX:
+        raise RefusedRequestError("n", f"{n} choices of {count} prompts, at most {CHOICES_MAX} in one request")
     if fields.stream_options is not None and not stream:
         raise RefusedRequestError("stream_options", "only together with stream")
     seed = seed if fields.seed is None else fields.seed
@@ -403,15 +406,19 @@ def completion_of(
             request_id=request_id,
             traceparent=traceparent,
         )
-        for prompt in prompts
+        for prompt in read.parts
         for index in range(n)
     ]
     return Completion(
-        chat=chat, rooms=tuple(rooms), n=n, stops=tuple(stop for stop in stops if stop), stream=stream,
-        echoes=tuple(part.decode() for part in read.parts[len(prompts) :]),
+        chat=chat,
+        rooms=tuple(rooms),
+        n=n,
+        stops=tuple(stop for stop in stops if stop),
         keep_stop=bool(fields.include_stop_str_in_output),
+        echoes=read.echoes,
+        stream=stream,
         include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
-    )  # fmt: skip
+    )
 
 
 def _model(model: str | None, served: Served) -> str | None:

@@ -203,4 +203,5 @@ class Collection:
     def end(self) -> None:
         """With all that its tests have started."""
         self.process.terminate()
+        self._lines.close()  # a signal just before it reads a request waits for one
         self.process.wait()

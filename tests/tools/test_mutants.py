@@ -101,8 +101,10 @@ def test_each_mutant_of_a_tree_meets_its_tests_which_leave_no_process_and_may_ha
     mutants_main.main([f"--out={out}", "--jobs=1", "--minutes=0"])
     assert capsys.readouterr().out.endswith("Not run: 14 of 14; --resume runs them\n")
     late = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as one that comes just before a read
-    mutants_main.main([f"--out={out}", "--test-seconds=2", "--jobs=1", "--resume"])
-    signal.pthread_sigmask(signal.SIG_SETMASK, late)
+    try:
+        mutants_main.main([f"--out={out}", "--test-seconds=2", "--jobs=1", "--resume"])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, late)
     report = json.loads(out.read_text())
     for place, expected in TREE["expected"].items():
         results = {name: kept["status"] for name, kept in report.items() if kept["fork"] == (place == "fork")}

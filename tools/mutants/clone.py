@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,5 +203,6 @@ class Collection:
     def end(self) -> None:
         """With all that its tests have started."""
         self.process.terminate()
-        self._lines.close()  # a signal just before it reads a request waits for one
+        with suppress(OSError):  # a request that it has not read
+            self._lines.close()  # a signal just before it reads a request waits for one
         self.process.wait()

@@ -90,7 +90,7 @@ class WorkerConfig(NodeConfig):
             match("engine", self.engine, FACTORY, "module:attribute")
         if not self.model:
             raise ConfigError("model = '': must be stamp, the directory of a checkpoint, or reference")
-        if self.factory == CHECKPOINT_ENGINE and not Path(self.model).is_dir():
+        if self.factory == CHECKPOINT_ENGINE and not os.path.isdir(self.model):
             raise ConfigError(f"model = {self.model!r}: no such directory; a checkpoint is not fetched by its name")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from importlib import import_module
@@ -80,6 +81,6 @@ def test_the_number_decides(found: str, expected: set[str]) -> None:
 
 def test_a_name_that_the_number_promises_and_the_engine_lacks_ends_the_import() -> None:
     for proof in ("logging:Log.x", "logging.none:Log.x"):
-        text = f"^an engine 0.6.1: has no {proof}, which 0.6 is the first to have$"
-        with pytest.raises(ImportError, match=text):
+        text = f"an engine 0.6.1: has no {proof}, which 0.6 is the first to have"
+        with pytest.raises(ImportError, match=f"^{re.escape(text)}$"):
             capabilities("an engine", {"wrong": Since("0.6", proof)}, "0.6.1")

@@ -11,7 +11,7 @@ import pytest
 
 from pdtransfer.serve.engines.generation import Generation
 from tests.support import healing
-from tests.support.fleets import GQA, LIMITS, MLA, TOKENS, Gates, Site, equal, generated, prompts, running
+from tests.support.fleets import GQA, LIMITS, MLA, SLOTS, TOKENS, Gates, Site, equal, generated, prompts, running
 from tests.support.processes import mapped_files, open_files
 from tests.support.waiting import until
 
@@ -76,6 +76,30 @@ async def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_noth
             return all(open_files(each.process.pid) <= count for each, count in zip(workers, before, strict=True))
 
         await until(closed, f"no more open files than {before}")  # those of the last /metrics close in their time
+        await share_what_two_prompts_have_unless_their_salts_differ(site, options)
+        answer = await site.complete([5, 4_000_000_000])  # pyright: ignore
+        assert answer.status == 400
+        assert "4000000000" in answer.error["message"]
+
+
+async def share_what_two_prompts_have_unless_their_salts_differ(site: Site, options: tuple[str, ...]) -> None:
+    shared, one, other = prompts(3, 150, 20, 30)
+    seen = list[int]()
+    for text, salt in ((shared + one, "a"), (shared + one, "a"), (shared + other, "a"), (shared + other, "b")):
+        answer = await site.complete(text, cache_salt=salt)
+        assert equal(answer, generated(text, options=options)), answer
+        cached = answer.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert answer.facts["kv_bytes"] == (len(text) - cached) * row_bytes(options)
+        seen.append(cached)
+    assert seen == [0, 128, 128, 0]
+    await site.settled()
+    decode = await site.metrics(site.decode)
+    assert decode["pdtransfer_prefix_hit_tokens_total"] >= 256
+    assert decode["pdtransfer_prefix_queried_tokens_total"] >= 512
+    assert decode["pdtransfer_prefix_tokens"] >= 256
+    assert decode["pdtransfer_prefix_used_tokens"] == 0
+    # The router hears that what is cached is free.
+    await site.until(site.router, "pdtransfer_worker_slots_free{decode}", lambda free: free == SLOTS)
 
 
 def text_of(expected: Generation) -> str:

@@ -147,10 +147,10 @@ class Membership:
         wait for the resolver of names."""
         try:
             with path.open("rb") as file:
-                text = file.read(FILE_BYTES_MAX + 1).decode("utf-8-sig")
+                text = (content := file.read(FILE_BYTES_MAX + 1)).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"workers_file = '{path}': {getattr(error, 'strerror', None) or error}") from None
-        if len(text) > FILE_BYTES_MAX:
+        if len(content) > FILE_BYTES_MAX:
             raise ConfigError(f"workers_file = '{path}': longer than {FILE_BYTES_MAX} bytes")
         workers: dict[str, Role] = {}
         for number, line in enumerate(text.splitlines(), 1):

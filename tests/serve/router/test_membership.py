@@ -160,6 +160,7 @@ def test_a_change_of_a_large_source_takes_time_by_its_workers_and_not_by_their_s
         ("decode http://127.0.0.1:1", "line 1: decode = 'http://127.0.0.1:1'"),
         ("decode tcp://192.0.2.1:1", "line 1: decode = 'tcp://192.0.2.1:1': on another host"),
         ("decode tcp://127.0.0.1:1\nprefill tcp://127.0.0.1:1", "line 2: 'tcp://127.0.0.1:1' is listed twice"),
+        pytest.param("\ufeff" + "#" * ((4 << 20) - 2), "longer than 4194304 bytes", id="a BOM too long"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, error: str) -> None:

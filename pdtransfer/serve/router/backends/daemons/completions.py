@@ -347,7 +347,7 @@ def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list
         if len(items) > CHOICES_MAX:
             raise RefusedRequestError("prompt", f"{len(items)} prompts, at most {CHOICES_MAX}")
     names = ["prompt"] if shape is None else [f"prompt[{index}]" for index in range(len(items))]
-    every_ids = [text.encode(item, special=special) if isinstance(item, str) else item for item in items]
+    every_ids = (text.encode(item, special=special) if isinstance(item, str) else item for item in items)
     packed = [_packed(name, ids, text) for name, ids in zip(names, every_ids, strict=True)]
     if not fields.echo:
         return packed, []
